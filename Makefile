@@ -1,0 +1,27 @@
+# `make demo` and `make test` each work alone on a machine with Python 3.10+ and make.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup demo test bench clean
+
+setup: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+demo: setup
+	$(BIN)/python -m lather demo
+
+test: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n 2 --cov --cov-fail-under=95
+
+bench: setup
+	$(BIN)/python benchmarks/step.py
+
+clean:
+	rm -rf .venv build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .coverage

@@ -1,0 +1,129 @@
+"""A bank: every block of one shape that this rank owns, stacked on dim 0. Runs the pipeline, yields views."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import options
+from .blocks import Block
+from .linalg import norms, per_slot, rescale
+from .plan import BankKey
+from .schedule import first_refresh, is_due
+from .transforms import GRAFTS, PRECONDITIONERS, Context, Preconditioner, Stack, State, filter_gradient, init_filter
+
+
+class Bank:
+    """State ``role -> [n, ...]`` of ``n`` blocks, and the step that turns their gradients into directions.
+
+    ``counts[0]`` counts each slot's gradients that were not finite, ``counts[1]`` its refreshes that failed in a row.
+    """
+
+    def __init__(self, key: BankKey, numbers: Sequence[int], blocks: Sequence[Block], group: Mapping[str, Any]) -> None:
+        self.key = key
+        self.numbers = tuple(numbers)  # positions in the plan
+        self.blocks = tuple(blocks)
+        self.stack = make_stack(key, len(blocks), group, torch.device(key.device))
+        self.state: State = {}
+        self.counts = torch.zeros(2, len(blocks), dtype=torch.int32, device=self.stack.device)
+
+    def views(self) -> Iterator[tuple[Block, str, Tensor]]:
+        """Every block's share of the state: what is checkpointed."""
+        for role, tensor in self.state.items():
+            for block, view in zip(self.blocks, tensor.unbind(), strict=True):
+                yield block, role, view
+
+    def update(
+        self,
+        grads: Tensor,
+        steps: Sequence[int],
+        active: Sequence[bool],
+        offsets: Mapping[int, int] | None,
+        group: Mapping[str, Any],
+    ) -> Tensor:
+        """Directions ``[n, ...]`` for gradients ``[n, ...]``; NaN marks a slot that sits this step out.
+
+        A slot sits out if its parameter has no gradient, or if its gradient, or the gradient's square, is not finite. It
+        keeps its state bit for bit.
+        """
+        size = norms(grads)
+        alive = (size * size).isfinite()
+        if all(active):
+            self.counts[0] += alive.logical_not()
+        else:
+            on = torch.tensor(active).to(alive.device, non_blocking=True)
+            self.counts[0] += on & alive.logical_not()
+            alive &= on
+        grads = torch.where(per_slot(alive, grads), grads, 0)  # type: ignore[call-overload]
+        ctx = Context(group, [max(t, 1) for t in steps], alive.to(grads.dtype))
+        direction = self._direction(grads, ctx, active, offsets)
+        return torch.where(per_slot(alive, direction), direction, torch.nan)  # type: ignore[call-overload]
+
+    def _direction(
+        self, grads: Tensor, ctx: Context, active: Sequence[bool], offsets: Mapping[int, int] | None
+    ) -> Tensor:
+        graft, method = graft_of(self.key, ctx.group), preconditioner_of(self.key, ctx.group)
+        graft.accumulate(self.state, grads, ctx)
+        u = filter_gradient(self.state, grads, ctx)
+        if method is None:
+            return graft.apply(self.state, u, ctx)
+        method.accumulate(self.state, grads, ctx)
+        due, ready = self._timetable(ctx, active, offsets)
+        if due:
+            self._count_failures(due, method.refresh(self.state, due, ctx))
+        if not any(ready):
+            return graft.apply(self.state, u, ctx)
+        direction = method.apply(self.state, u, ctx)
+        if ctx.group["graft"] is None and all(ready):
+            return direction
+        own = graft.apply(self.state, u, ctx)
+        if ctx.group["graft"] is not None:
+            direction = rescale(direction, norms(own))
+        if all(ready):
+            return direction
+        on = torch.tensor(ready).to(own.device, non_blocking=True)
+        return torch.where(per_slot(on, own), direction, own)  # type: ignore[arg-type]
+
+    def _timetable(
+        self, ctx: Context, active: Sequence[bool], offsets: Mapping[int, int] | None
+    ) -> tuple[list[int], list[bool]]:
+        """The slots whose roots are due now, and for every slot whether it has had its first refresh."""
+        start, frequency = options.start_step(ctx.group), ctx.group["precondition_frequency"]
+        due, ready = [], []
+        for slot, (number, t) in enumerate(zip(self.numbers, ctx.steps, strict=True)):
+            offset = offsets[number] if offsets is not None else None
+            ready.append(t >= first_refresh(start, frequency, offset))
+            if active[slot] and is_due(t, start, frequency, offset):
+                due.append(slot)
+        return due, ready
+
+    def _count_failures(self, slots: Sequence[int], ok: Tensor | None) -> None:
+        if ok is None:
+            return
+        index = torch.tensor(slots).to(ok.device, non_blocking=True)
+        self.counts[1, index] = torch.where(ok, 0, self.counts[1, index] + 1)
+
+
+def make_stack(key: BankKey, n: int, group: Mapping[str, Any], device: torch.device) -> Stack:
+    return Stack(n, key.shape, key.modes, options.state_dtype(group), options.compute_dtype(group), device)
+
+
+def preconditioner_of(key: BankKey, group: Mapping[str, Any]) -> Preconditioner | None:
+    return PRECONDITIONERS[group["preconditioner"]] if key.method == "kronecker" else None
+
+
+def graft_of(key: BankKey, group: Mapping[str, Any]) -> Preconditioner:
+    return GRAFTS["adagrad" if key.method == "adagrad" else group["graft"]]
+
+
+def initial_state(key: BankKey, stack: Stack, group: Mapping[str, Any]) -> State:
+    """Fresh state for the options as they are now. A stack on the meta device gives the shapes alone."""
+    state: State = {}
+    if method := preconditioner_of(key, group):
+        state |= method.init(stack, group)
+    if group["betas"][0] > 0:
+        state |= init_filter(stack)
+    return state | graft_of(key, group).init(stack, group)

@@ -1,0 +1,175 @@
+"""Pure geometry: how a parameter's index space is merged and cut into blocks.
+
+Everything here depends on global shapes and options only, never on a rank or a device, so every process cuts the
+same blocks and a checkpoint names them the same way anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+Shape = tuple[int, ...]
+
+# Parameters that follow a diagonal method are elementwise, so a cut changes nothing but who computes them. Pieces of a
+# few MiB are small enough to balance over ranks and large enough to keep checkpoints short.
+DIAGONAL_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Region:
+    """A half-open box ``start <= i < stop`` in a parameter's global index space.
+
+    >>> Region((0, 2), (4, 6)).meet(Region((3, 0), (9, 4)))
+    Region(start=(3, 2), stop=(4, 4))
+    """
+
+    start: Shape
+    stop: Shape
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def meet(self, other: Region) -> Region | None:
+        """The intersection, or None if it is empty."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Region(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+    def within(self, outer: Region) -> Region:
+        """The same box in coordinates that count from ``outer.start``."""
+        return Region(
+            tuple(a - o for a, o in zip(self.start, outer.start, strict=True)),
+            tuple(b - o for b, o in zip(self.stop, outer.start, strict=True)),
+        )
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Region:
+        return Region((0,) * len(shape), tuple(shape))
+
+
+@dataclass(frozen=True)
+class Block:
+    """The unit of preconditioning, ownership and checkpointing.
+
+    ``region`` is a box in the parameter's own index space, ``shape`` the same numbers with dimensions merged: what the
+    mathematics sees. ``modes`` says for each dimension of ``shape`` whether its factor is ``"full"`` or ``"diagonal"``.
+    ``method`` is ``"kronecker"``, or elementwise: ``"graft"`` (the group's graft) or ``"adagrad"``; ``reason`` then says
+    why the block is not Kronecker-preconditioned.
+    """
+
+    param: int
+    index: int
+    region: Region
+    shape: Shape
+    modes: tuple[str, ...]
+    method: str
+    reason: str = ""
+
+
+def merge_dims(shape: Sequence[int], limit: float) -> list[list[int]]:
+    """Group the dimensions of ``shape``: fold from last to first while a product stays within ``limit``.
+
+    Dimensions of size 1 belong to no group. The number of groups never falls below two.
+
+    >>> merge_dims((512, 512, 3, 3), 1024), merge_dims((64, 3, 7, 7), 1024)
+    ([[0], [1], [2, 3]], [[0], [1, 2, 3]])
+    """
+    groups = [[dim] for dim, size in enumerate(shape) if size != 1]
+    last = len(groups) - 1
+    while last > 0 and len(groups) > 2:
+        folded = groups[last - 1] + groups[last]
+        if math.prod(shape[dim] for dim in folded) <= limit:
+            groups[last - 1 : last + 1] = [folded]
+        last -= 1
+    return groups
+
+
+def pieces(size: int, limit: float) -> list[tuple[int, int]]:
+    """Cut ``range(size)`` into ``ceil(size / limit)`` near-equal intervals, the longer ones first.
+
+    >>> pieces(10, 4)
+    [(0, 4), (4, 7), (7, 10)]
+    """
+    count = max(1, math.ceil(size / limit))
+    short, longer = divmod(size, count)
+    ends = [i * short + min(i, longer) for i in range(count + 1)]
+    return list(zip(ends, ends[1:], strict=False))
+
+
+def cut(
+    param: int,
+    shape: Sequence[int],
+    *,
+    max_preconditioner_dim: float,
+    merge_dims: bool,
+    large_dim: str,
+    batch_dims: int,
+    precondition_1d: bool,
+) -> list[Block]:
+    """All blocks of a parameter of this global shape. An empty parameter has none."""
+    shape = tuple(shape)
+    if math.prod(shape) == 0:
+        return []
+    batch, rest = shape[:batch_dims], shape[batch_dims:]
+    groups = _merge(rest, max_preconditioner_dim) if merge_dims else [[d] for d, n in enumerate(rest) if n != 1]
+    sizes = [math.prod(rest[dim] for dim in group) for group in groups]
+    if len(sizes) == 0 or (len(sizes) == 1 and not precondition_1d):
+        return _elementwise(param, shape, "graft", "1-D" if sizes else "scalar")
+    if large_dim == "adagrad" and max(sizes) > max_preconditioner_dim:
+        return _elementwise(param, shape, "adagrad", f"{max(sizes)} > {max_preconditioner_dim}, large_dim='adagrad'")
+    diagonal = [large_dim == "diagonal" and size > max_preconditioner_dim for size in sizes]
+    modes = tuple("diagonal" if flag else "full" for flag in diagonal)
+    cuts = [
+        [(0, size)] if flag else pieces(size, max_preconditioner_dim)
+        for size, flag in zip(sizes, diagonal, strict=True)
+    ]
+    boxes = product(*([(i, i + 1) for i in range(n)] for n in batch), *cuts)
+    return [
+        Block(
+            param,
+            index,
+            _unmerge(box, batch, rest, groups),
+            tuple(b - a for a, b in box[batch_dims:]),
+            modes,
+            "kronecker",
+        )
+        for index, box in enumerate(boxes)
+    ]
+
+
+_merge = merge_dims  # `cut` has an option of the same name
+
+
+def _unmerge(box: Sequence[tuple[int, int]], batch: Shape, rest: Shape, groups: list[list[int]]) -> Region:
+    """The box in the parameter's own dimensions. A folded group is never cut, so it spans its dimensions whole."""
+    bounds = [*box[: len(batch)], *((0, size) for size in rest)]
+    for (start, stop), group in zip(box[len(batch) :], groups, strict=True):
+        if len(group) == 1:
+            bounds[len(batch) + group[0]] = (start, stop)
+    return Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
+
+
+def _elementwise(param: int, shape: Shape, method: str, reason: str) -> list[Block]:
+    regions = enumerate(_slabs(shape))
+    return [Block(param, index, region, (region.numel,), (), method, reason) for index, region in regions]
+
+
+def _slabs(shape: Shape) -> Iterator[Region]:
+    """Cut along the first dimension that is larger than one, so that slabs hold about ``DIAGONAL_PIECE`` elements."""
+    whole = Region.whole(shape)
+    dim = next((d for d, n in enumerate(shape) if n != 1), None)
+    if dim is None:
+        yield whole
+        return
+    for start, stop in pieces(shape[dim], max(1, DIAGONAL_PIECE // math.prod(shape[dim + 1 :]))):
+        yield Region(
+            whole.start[:dim] + (start,) + whole.start[dim + 1 :], whole.stop[:dim] + (stop,) + whole.stop[dim + 1 :]
+        )

@@ -1,0 +1,75 @@
+"""The key schema of checkpoints, and loading by copy into the live views.
+
+``opt.state[p]`` is flat: ``step``, ``momentum`` (shaped like the parameter) and ``"<role>.<block>"`` such as ``L0.3``, which
+is a view of a bank. Keys depend on global shapes and options only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .options import OPTIONS, STRUCTURAL
+
+Views = dict[str, Tensor]
+
+
+def key(role: str, block: int) -> str:
+    return f"{role}.{block}"
+
+
+def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse param groups that were not made for this optimizer."""
+    sizes, ours = [len(group["params"]) for group in saved], [len(group["params"]) for group in live]
+    if sizes != ours:
+        raise ValueError(
+            f"the checkpoint has param groups of {sizes} parameters but the optimizer of {ours}; build the optimizer from the "
+            "same model with the same param groups"
+        )
+    for number, (theirs, mine) in enumerate(zip(saved, live, strict=True)):
+        if missing := [name for name in OPTIONS if name not in theirs]:
+            raise ValueError(
+                f"param group {number} of the checkpoint lacks the options {_few(missing)}: it was saved by another optimizer or "
+                "another version of lather"
+            )
+        for name in STRUCTURAL:
+            if theirs[name] != mine[name]:
+                raise ValueError(
+                    f"param group {number} of the checkpoint was saved with {name}={theirs[name]!r} but the optimizer has "
+                    f"{name}={mine[name]!r}, which gives other blocks or state; construct it with {name}={theirs[name]!r}"
+                )
+
+
+def check_state(saved: Mapping[str, Any], live: Views, name: str) -> None:
+    """Refuse the state of one parameter that does not fit, listing the first keys and the likely cause."""
+    if missing := [k for k in live if k not in saved]:
+        cause = "saved by another optimizer" if len(missing) == len(live) else "saved by one rank of several, or cut short"
+        raise ValueError(f"the checkpoint lacks {_few(missing)} for parameter {name}: it was probably {cause}")
+    if extra := [k for k in saved if k not in live]:
+        raise ValueError(
+            f"the checkpoint holds {_few(extra)} for parameter {name}, which this optimizer does not have: other options or "
+            "another optimizer"
+        )
+    for k, view in live.items():
+        if not isinstance(saved[k], Tensor) or saved[k].shape != view.shape:
+            raise ValueError(
+                f"the checkpoint's {k} for parameter {name} is {_shape(saved[k])} where {tuple(view.shape)} is expected: the "
+                "parameter had another shape when it was saved"
+            )
+
+
+def copy_state(saved: Mapping[str, Any], live: Views) -> None:
+    for k, view in live.items():
+        if k in saved:
+            view.copy_(saved[k])
+
+
+def _few(keys: Sequence[str], limit: int = 4) -> str:
+    more = f" and {len(keys) - limit} more" if len(keys) > limit else ""
+    return ", ".join(map(repr, keys[:limit])) + more
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else f"a {type(value).__name__}"

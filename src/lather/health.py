@@ -1,0 +1,75 @@
+"""Numerical failure is data: banks count it, the host reads the counts without making the device wait."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bank import Bank
+
+
+class NumericalWarning(RuntimeWarning):
+    """A gradient was not finite, or a root could not be refreshed. Training goes on without it."""
+
+
+class Watch:
+    """Reads the banks' counts and reports them by parameter name."""
+
+    def __init__(self) -> None:
+        self._mail: dict[Bank, tuple[Tensor, torch.cuda.Event]] = {}
+        self._reported: set[str] = set()
+
+    def look(self, bank: Bank, group: Mapping[str, Any], name_of: Callable[[int], str]) -> None:
+        """Report what is known by now. On CUDA the counts are under way for a while; they are read once they arrived."""
+        counts = self._read(bank)
+        if counts is None:
+            return
+        for block, skipped, failed in zip(bank.blocks, *counts, strict=True):
+            name = name_of(block.param)
+            if failed > group["max_failed_refreshes"]:
+                raise RuntimeError(_failure(bank, block.index, name, failed, group))
+            if failed:
+                self._warn(f"the root of block {block.index} of parameter {name} could not be refreshed; its last one is kept")
+            if skipped:
+                self._warn(f"parameter {name} had a gradient with NaN or Inf; its blocks concerned were not updated")
+
+    def _warn(self, message: str) -> None:
+        if message not in self._reported:
+            self._reported.add(message)
+            warnings.warn(message, NumericalWarning, stacklevel=2)
+
+    def _read(self, bank: Bank) -> Sequence[Sequence[int]] | None:
+        if bank.counts.device.type != "cuda":
+            return bank.counts.tolist()  # type: ignore[no-any-return]
+        arrived = None
+        if bank in self._mail and self._mail[bank][1].query():
+            arrived = self._mail.pop(bank)[0].tolist()
+        if bank not in self._mail:
+            host = torch.empty(bank.counts.shape, dtype=bank.counts.dtype, pin_memory=True)
+            event = torch.cuda.Event()
+            host.copy_(bank.counts, non_blocking=True)
+            event.record(torch.cuda.current_stream(bank.counts.device))
+            self._mail[bank] = (host, event)
+        return arrived  # type: ignore[no-any-return]
+
+
+def _failure(bank: Bank, index: int, name: str, failed: int, group: Mapping[str, Any]) -> str:
+    slot = next(i for i, block in enumerate(bank.blocks) if block.index == index and bank.counts[1, i] == failed)
+    factors = [bank.state[role][slot] for role in bank.state if role.startswith("L")]
+    conditions = ", ".join(_condition(factor, group["eps"]) for factor in factors)
+    return (
+        f"the root of block {index} of parameter {name} (shape {bank.key.shape}) failed to refresh {failed} times in a row, more "
+        f"than max_failed_refreshes={group['max_failed_refreshes']}; condition numbers of its factors: {conditions}. Raise eps "
+        f"(now {group['eps']:g}), lower the learning rate, or use root='eigh'"
+    )
+
+
+def _condition(factor: Tensor, eps: float) -> str:
+    if not factor.isfinite().all():
+        return "not finite"
+    values = torch.linalg.eigvalsh(factor.double().cpu()) if factor.dim() == 2 else factor.double()
+    return f"{float((values.max() + eps) / (values.min().clamp_min(0) + eps)):.1e}"

@@ -1,0 +1,72 @@
+"""Pure functions on stacks ``[n, d1, ..., dk]``: one slot per block, modes counted from 0.
+
+On a CPU with one thread every function here gives a slot bitwise the same result whatever stack it is part of; ranks
+that hold different stacks rely on it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def per_slot(x: float | Tensor, like: Tensor) -> float | Tensor:
+    """Shape a vector ``[n]`` so that it broadcasts over the slots of ``like``; numbers pass through."""
+    return x.view(-1, *[1] * (like.dim() - 1)) if isinstance(x, Tensor) else x
+
+
+def unfold(x: Tensor, mode: int) -> Tensor:
+    """The mode's unfolding ``[n, d_mode, rest]``; a view for matrices."""
+    return x.movedim(mode + 1, 1).flatten(2) if x.dim() > 2 else x.unsqueeze(2)
+
+
+def gram(x: Tensor, mode: int) -> Tensor:
+    """``G G^T`` of the mode's unfolding: ``[n, d, d]``."""
+    u = unfold(x, mode)
+    return torch.bmm(u, u.mT)
+
+
+def gram_diagonal(x: Tensor, mode: int) -> Tensor:
+    """The diagonal of :func:`gram`: ``[n, d]``."""
+    return unfold(x, mode).square().sum(2)
+
+
+def mode_product(x: Tensor, factor: Tensor, mode: int) -> Tensor:
+    """Multiply a mode by a symmetric matrix ``[n, d, d]`` or, given ``[n, d]``, by a diagonal one."""
+    if factor.dim() == 2:
+        shape = [x.shape[0]] + [1] * (x.dim() - 1)
+        shape[mode + 1] = x.shape[mode + 1]
+        return x * factor.view(shape)
+    if mode == x.dim() - 2 and mode > 0:  # symmetric, so the last mode multiplies from the right without a transpose
+        return torch.bmm(x.flatten(1, -2), factor).view(x.shape)
+    moved = x.movedim(mode + 1, 1)
+    return torch.bmm(factor, moved.flatten(2) if x.dim() > 2 else moved.unsqueeze(2)).view(moved.shape).movedim(1, mode + 1)
+
+
+def symmetrize(a: Tensor) -> Tensor:
+    return (a + a.mT) / 2
+
+
+def norms(x: Tensor) -> Tensor:
+    """Frobenius norm of every slot: ``[n]``."""
+    return torch.linalg.vector_norm(x.flatten(1), dim=1)
+
+
+def rescale(x: Tensor, target: Tensor) -> Tensor:
+    """Give every slot of ``x`` the norm ``target [n]``; a zero slot stays zero."""
+    size = norms(x)
+    scale = torch.where(size > 0, target / size, torch.zeros_like(size))
+    return x * per_slot(scale, x)
+
+
+def ema_(state: Tensor, value: Tensor, weight: float | Tensor) -> Tensor:
+    """``state <- (1 - weight) state + weight value`` in place; a slot of weight 0 keeps its bits.
+
+    The arithmetic is done in the dtype of ``value``; returns the new average in that dtype.
+    """
+    w = per_slot(weight, value)
+    if state.dtype == value.dtype:
+        return state.lerp_(value, w)
+    new = state.to(value.dtype).lerp_(value, w)
+    state.copy_(new)
+    return new

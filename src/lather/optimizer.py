@@ -1,0 +1,397 @@
+"""The optimizer: wiring, groups and the step. The mathematics is in ``transforms``, ``roots`` and ``rules``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checkpoint, rules
+from .bank import Bank, initial_state
+from .blocks import Block
+from .exchange import Exchange
+from .health import Watch
+from .layout import check_parameter, stored_regions
+from .options import OPTIONS, STRUCTURAL, check_options, closest
+from .plan import BankKey, Plan, Run, Spec, coalesce, make_plan
+from .plan_report import PlanReport, check_memory
+from .store import Arena, ArenaKey, Store
+
+RANK = 0  # this process among the ranks that share the work
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One bank with the way in and out."""
+
+    bank: Bank
+    store: Store
+    exchange: Exchange
+    members: tuple[int, ...]  # the parameters that its blocks belong to
+
+
+class Shampoo(torch.optim.Optimizer):
+    """Distributed Shampoo: preconditions each block of each weight with inverse roots of its Kronecker factors.
+
+    Every option may be given per param group and changed between steps, except those that decide which state there is.
+    ``docs/options.md`` explains them; ``docs/algorithm.md`` has the mathematics.
+
+    >>> import torch, lather
+    >>> model = torch.nn.Linear(8, 4)
+    >>> opt = lather.Shampoo(model.named_parameters(), lr=1e-2, weight_decay=0.1)
+    >>> model(torch.randn(16, 8)).square().mean().backward()
+    >>> opt.step()
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-12,
+        weight_decay: float = 0.0,
+        *,
+        beta3: float | None = None,
+        weight_decay_mode: str = "decoupled",
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+        maximize: bool = False,
+        bias_correction: bool = True,
+        preconditioner: str = "shampoo",
+        exponent: float | Mapping[int, float] | None = None,
+        exponent_multiplier: float = 1.0,
+        root: Any = "auto",
+        graft: str | None = "adam",
+        graft_beta2: float | None = None,
+        graft_eps: float = 1e-8,
+        max_preconditioner_dim: float = 1024,
+        merge_dims: bool = True,
+        large_dim: str = "block",
+        batch_dims: int = 0,
+        precondition_1d: bool = False,
+        precondition_frequency: int = 10,
+        start_preconditioning_step: float | None = None,
+        refresh: str = "together",
+        on_nonfinite: str = "skip",
+        max_failed_refreshes: int = 3,
+        state_dtype: str | torch.dtype = "float32",
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+    ) -> None:
+        given = dict(locals())
+        _refuse_flags(given)
+        self._reset()
+        super().__init__(params, {name: given[name] for name in OPTIONS})
+
+    # Groups.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, also between steps; they start at step 0."""
+        for name in [n for n in param_group if n not in OPTIONS and n not in ("params", "param_names", "peak_lr")]:
+            if name in _FLAGS:
+                _refuse_flags({flag: None for flag in _FLAGS} | {name: param_group.pop(name)})
+            elif guess := closest(name):
+                raise ValueError(f"param group has the unknown option {name!r}; did you mean {guess!r}?")
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_options(group)
+            for position, param in enumerate(group["params"]):
+                check_parameter(param, _name(group, len(self.param_groups) - 1, position))
+        except Exception:
+            self.param_groups.pop()
+            raise
+        group.setdefault("peak_lr", rules.number(group["lr"]))
+
+    # The step.
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one step; ``closure``, if given, computes the loss and is run first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._prepare()
+        grads = self._gradients()
+        if not grads or self._is_probe(grads):
+            return loss
+        self._refuse_nonfinite(grads)
+        self._count(grads)
+        for group in self.param_groups:
+            rules.raise_peak(group)
+        for unit in self._units:
+            self._step_unit(unit, grads)
+        self._look_after()
+        return loss
+
+    def _step_unit(self, unit: Unit, grads: Mapping[int, Tensor]) -> None:
+        active = {i: self._params[i] for i in unit.members if i in grads}
+        if not active:
+            return
+        bank, group = unit.bank, self.param_groups[unit.bank.key.group]
+        momenta = {i: self.state[p]["momentum"] for i, p in active.items()} if group["momentum"] else {}
+        offsets = self._plan.offsets(bank.key.group) if group["refresh"] == "staggered" and bank.key.modes else None
+        stored = unit.store.read({i: grads[i] for i in active}, active, group)
+        directions = bank.update(
+            unit.exchange.inbound(stored),
+            [self._steps[block.param] for block in bank.blocks],
+            [block.param in active for block in bank.blocks],
+            offsets,
+            group,
+        )
+        unit.store.write(unit.exchange.outbound(directions), active, momenta, group)
+
+    def _gradients(self) -> dict[int, Tensor]:
+        grads = {i: p.grad for i, p in enumerate(self._params) if p.grad is not None}
+        for i, grad in grads.items():
+            if grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"parameter {self._plan.specs[i].name} has a sparse gradient; use a dense one (sparse=False in nn.Embedding) "
+                    "or give it to torch.optim.SparseAdam"
+                )
+        return grads
+
+    def _is_probe(self, grads: Mapping[int, Tensor]) -> bool:
+        """torch's checkpoint code allocates state by a first step with all learning rates and gradients zero."""
+        if any(self._steps) or not all(rules.number(group["lr"]) == 0 for group in self.param_groups):
+            return False
+        return not any(bool(grad.any()) for grad in grads.values())
+
+    def _refuse_nonfinite(self, grads: Mapping[int, Tensor]) -> None:
+        strict = [i for i in grads if self.param_groups[self._plan.specs[i].group]["on_nonfinite"] == "raise"]
+        if not strict:
+            return
+        sizes = torch._foreach_norm([grads[i] for i in strict], float("inf"))
+        finite = torch.stack([size.float().to(sizes[0].device) for size in sizes]).isfinite().tolist()
+        for i, fine in zip(strict, finite, strict=True):
+            if not fine:
+                raise FloatingPointError(
+                    f"parameter {self._plan.specs[i].name} has NaN or Inf in its gradient at step {self._steps[i] + 1}; nothing "
+                    "was updated (on_nonfinite='raise')"
+                )
+
+    def _count(self, grads: Mapping[int, Tensor]) -> None:
+        for i in grads:
+            self._steps[i] += 1
+        if len(grads) == len(self._steps):
+            self._step_tensor += 1
+        else:
+            self._step_tensor += torch.tensor([i in grads for i in range(len(self._steps))])
+
+    def _look_after(self) -> None:
+        """Report failures: on every step where reading is free, with the refreshes where it is not."""
+        for unit in self._units:
+            group = self.param_groups[unit.bank.key.group]
+            step = max(self._steps[i] for i in unit.members)
+            if unit.bank.counts.is_cpu or step % group["precondition_frequency"] == 0:
+                self._watch.look(unit.bank, group, lambda i: self._plan.specs[i].name)
+
+    # Planning and state.
+
+    def plan(self) -> PlanReport:
+        """What is preconditioned and how, memory by kind and work per step; needs no step and allocates nothing."""
+        return PlanReport(self._make_plan(self._trainable()))
+
+    def _reset(self) -> None:
+        self._signature: Any = None
+        self._structure: list[tuple[Any, ...]] = []
+        self._params: list[Tensor] = []
+        self._steps: list[int] = []
+        self._units: list[Unit] = []
+        self._watch = Watch()
+
+    def _trainable(self) -> list[tuple[int, int, Tensor]]:
+        """(group, position, parameter) of all that can get a gradient; what has been planned once stays planned."""
+        known = set(map(id, self._params))
+        return [
+            (number, position, p)
+            for number, group in enumerate(self.param_groups)
+            for position, p in enumerate(group["params"])
+            if p.requires_grad or p.grad is not None or id(p) in known
+        ]
+
+    def _make_plan(self, trainable: Iterable[tuple[int, int, Tensor]]) -> Plan:
+        specs = [
+            Spec(_name(self.param_groups[g], g, i), tuple(p.shape), g, str(p.device), str(p.dtype).removeprefix("torch."))
+            for g, i, p in trainable
+        ]
+        return make_plan(specs, self.param_groups, [stored_regions(p, (RANK,)) for *_, p in trainable])
+
+    def _prepare(self) -> None:
+        """Bring plan, banks and state in step with the parameters and options; does nothing on nearly every call."""
+        trainable = self._trainable()
+        structure = [tuple(group[name] for name in STRUCTURAL) for group in self.param_groups]
+        extras = [(group["betas"][0] > 0, group["momentum"] > 0, group["root"]) for group in self.param_groups]
+        signature = ([(id(p), p.device) for *_, p in trainable], structure, extras)
+        if signature == self._signature:
+            return
+        if any(self._steps):
+            _refuse_restructuring(self._structure, structure)
+        self._build(self._make_plan(trainable), [p for *_, p in trainable])
+        self._signature, self._structure = signature, structure
+
+    def _build(self, plan: Plan, params: list[Tensor]) -> None:
+        """Banks for the plan; whatever state there is moves along."""
+        check_memory(plan)
+        old = {p: dict(self.state[p]) for p in params if p in self.state}
+        kept = {_identity(unit.bank, self._params): unit.bank for unit in self._units}
+        self._plan, self._params = plan, params
+        banks = []
+        for key, numbers in plan.banks(RANK).items():
+            bank = Bank(key, numbers, [plan.blocks[i] for i in numbers], self.param_groups[key.group])
+            if same := kept.get(_identity(bank, params)):
+                same.key, same.numbers, same.blocks = bank.key, bank.numbers, bank.blocks
+                bank = same
+            self._allocate(bank)
+            banks.append(bank)
+        self._publish(banks)
+        for p, saved in old.items():
+            live = self.state[p]
+            checkpoint.copy_state(saved, {k: v for k, v in live.items() if k in saved and saved[k] is not v})
+        self._steps = [int(t) for t in self._step_tensor.tolist()]
+        self._units = _make_units(plan, banks, params, self.param_groups)
+
+    def _allocate(self, bank: Bank) -> None:
+        """State for the options as they are; roles that a kept bank has already keep their memory."""
+        group = self.param_groups[bank.key.group]
+        if set(bank.state) != set(initial_state(bank.key, _on_meta(bank), group)):
+            bank.state = {
+                role: bank.state.get(role, fresh) for role, fresh in initial_state(bank.key, bank.stack, group).items()
+            }
+
+    def _publish(self, banks: Iterable[Bank]) -> None:
+        """Fill ``self.state``: every trainable parameter has an entry, flat, of tensors only."""
+        old = {p: self.state[p].get("momentum") for p in self._params if p in self.state}
+        self.state.clear()
+        self._step_tensor = torch.zeros(len(self._params))
+        for i, (p, step) in enumerate(zip(self._params, self._step_tensor.unbind(), strict=True)):
+            group = self.param_groups[self._plan.specs[i].group]
+            self.state[p] = {"step": step}
+            if group["momentum"] > 0:
+                dtype = getattr(torch, group["state_dtype"])
+                held = old.get(p)
+                self.state[p]["momentum"] = torch.zeros_like(p, dtype=dtype) if held is None else held
+        for bank in banks:
+            for block, role, view in bank.views():
+                self.state[self._params[block.param]][checkpoint.key(role, block.index)] = view
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; allocates the state if there has been no step."""
+        with torch.no_grad():
+            self._prepare()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a checkpoint into the live state; refuses one that does not fit, and then changes nothing."""
+        for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        saved_groups = copy.deepcopy(state_dict["param_groups"])
+        checkpoint.check_groups(saved_groups, self.param_groups)
+        previous = [dict(group) for group in self.param_groups]
+        try:
+            for group, saved in zip(self.param_groups, saved_groups, strict=True):
+                group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
+                check_options(group)
+            self._prepare()
+            self._load(state_dict["state"], [i for group in saved_groups for i in group["params"]])
+        except Exception:
+            for group, before in zip(self.param_groups, previous, strict=True):
+                group.clear()
+                group.update(before)
+            raise
+        for hook in list(self._optimizer_load_state_dict_post_hooks.values()):
+            hook(self)
+
+    def _load(self, saved: Mapping[Any, Mapping[str, Any]], ids: list[Any]) -> None:
+        ours = [p for group in self.param_groups for p in group["params"]]
+        pairs = [(p, saved.get(i, {})) for p, i in zip(ours, ids, strict=True) if p in self.state]
+        names = {p: spec.name for p, spec in zip(self._params, self._plan.specs, strict=True)}
+        for p, values in pairs:
+            checkpoint.check_state(values, self.state[p], names[p])
+        for p, values in pairs:
+            checkpoint.copy_state(values, self.state[p])
+        self._steps = [int(t) for t in self._step_tensor.tolist()]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """After pickling or deepcopy the state is plain tensors; the next step or save moves it into fresh banks."""
+        super().__setstate__(state)
+        self._reset()
+
+
+_FLAGS = ("foreach", "fused", "capturable", "differentiable")
+
+
+def _refuse_flags(given: Mapping[str, Any]) -> None:
+    for flag in _FLAGS:
+        if given[flag]:
+            raise ValueError(f"{flag}=True is not implemented by Shampoo; leave it out (its steps are batched already)")
+
+
+def _refuse_restructuring(before: list[tuple[Any, ...]], now: list[tuple[Any, ...]]) -> None:
+    for number, (old, new) in enumerate(zip(before, now, strict=False)):
+        for name, was, is_now in zip(STRUCTURAL, old, new, strict=True):
+            if was != is_now:
+                raise ValueError(
+                    f"{name} of param group {number} was changed from {was!r} to {is_now!r} after the first step; it decides which "
+                    "state there is, so build a new optimizer instead"
+                )
+
+
+def _name(group: Mapping[str, Any], number: int, position: int) -> str:
+    names = group.get("param_names")
+    return names[position] if names else f"param_groups[{number}]['params'][{position}]"
+
+
+def _identity(bank: Bank, params: list[Tensor]) -> tuple[BankKey, tuple[tuple[int, int], ...]]:
+    return bank.key, tuple((id(params[block.param]), block.index) for block in bank.blocks)
+
+
+def _make_units(plan: Plan, banks: list[Bank], params: list[Tensor], groups: list[dict[str, Any]]) -> list[Unit]:
+    arena = Arena()
+    layouts = [(bank, _arena_keys(bank, params)) for bank in banks]
+    for bank, keys in layouts:
+        for key in keys:
+            arena.reserve(key, len(bank.blocks) * _numel(bank.blocks[0]))
+    moves: dict[int, tuple[list[Any], list[Any]]] = {i: ([], []) for i in range(len(plan.blocks))}
+    for side, all_moves in enumerate((plan.inbound, plan.outbound)):
+        for move in all_moves:
+            moves[move.block][side].append(move)
+    units = []
+    for bank, keys in layouts:
+        runs = coalesce(Run(b.param, slot, b.region.start, b.region.shape) for slot, b in enumerate(bank.blocks))
+        store = Store(runs, (len(bank.blocks), *bank.key.shape), keys, arena)
+        exchange = Exchange(*([m for i in bank.numbers for m in moves[i][side]] for side in (0, 1)))
+        members = tuple(dict.fromkeys(block.param for block in bank.blocks))
+        units.append(Unit(bank, store, exchange, members))
+    return units
+
+
+def _arena_keys(bank: Bank, params: list[Tensor]) -> list[ArenaKey]:
+    """Gradients and momenta in the compute dtype; parameters in their own where that is better."""
+    compute, device = bank.stack.compute, bank.stack.device
+    own = compute
+    for block in bank.blocks:
+        own = torch.promote_types(own, params[block.param].dtype)
+    return [("grads", device, compute), ("params", device, own), ("momenta", device, compute)]
+
+
+def _numel(block: Block) -> int:
+    return block.region.numel
+
+
+def _on_meta(bank: Bank) -> Any:
+    from dataclasses import replace
+
+    return replace(bank.stack, device=torch.device("meta"))

@@ -1,0 +1,219 @@
+"""Every option of the optimizer: its default, what it accepts, and one line on what it means.
+
+Options live in the param groups as plain numbers, strings, bools, None and tuples, because checkpoints, schedulers and
+``torch.load(weights_only=True)`` accept nothing else. They are read on every step.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import roots
+
+Check = Callable[[str, Any], Any]
+
+
+def _fail(name: str, value: object, allowed: str) -> ValueError:
+    return ValueError(f"{name}={value!r} is not valid: it must be {allowed}")
+
+
+def _number(low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = True) -> Check:
+    bounds = f"{'more than' if open_low else 'at least'} {low:g}"
+    if high < math.inf:
+        bounds += f" and {'less than' if open_high else 'at most'} {high:g}"
+
+    def check(name: str, value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise _fail(name, value, f"a number, {bounds}")
+        above = value > low if open_low else value >= low
+        below = value < high if open_high else value <= high
+        if not (above and below):
+            raise _fail(name, value, bounds)
+        return value
+
+    return check
+
+
+def _lr(name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise _fail(name, value, "a number or a tensor of one element")
+        return value
+    return _number(0)(name, value)
+
+
+def _betas(name: str, value: Any) -> tuple[float, float]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+        raise _fail(name, value, "a pair (beta1, beta2)")
+    _number(0, 1)("betas[0]", value[0])
+    _number(0, 1, open_high=False)("betas[1]", value[1])
+    return (value[0], value[1])
+
+
+def _count(low: int, *, infinite: bool = False) -> Check:
+    allowed = f"a whole number of at least {low}" + (" or infinity" if infinite else "")
+
+    def check(name: str, value: Any) -> Any:
+        if infinite and value == math.inf:
+            return math.inf
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or value < low:
+            raise _fail(name, value, allowed)
+        if value == math.inf or value != int(value):
+            raise _fail(name, value, allowed)
+        return int(value)
+
+    return check
+
+
+def _bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _fail(name, value, "True or False")
+    return value
+
+
+def _choice(*names: str | None) -> Check:
+    def check(name: str, value: Any) -> Any:
+        if value in names:
+            return value
+        close = difflib.get_close_matches(str(value), [n for n in names if n], n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise _fail(name, value, "one of " + ", ".join(map(repr, names)) + hint)
+
+    return check
+
+
+def _optional(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _exponent(name: str, value: Any) -> Any:
+    """A number, or pairs ``((order, number), ...)``: a mapping does not survive in a param group."""
+    if isinstance(value, Mapping):
+        value = tuple(sorted(value.items()))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple((_count(1)(f"{name} order", k), _number(0)(f"{name}[{k}]", v)) for k, v in value)
+    return _number(0)(name, value)
+
+
+def _root(name: str, value: Any) -> str:
+    return value if value == "auto" else roots.spell(roots.parse(value))
+
+
+def _dtype(name: str, value: Any) -> str:
+    spelled = str(value).removeprefix("torch.")
+    return str(_choice("float32", "float64", "bfloat16", "float16")(name, spelled))
+
+
+@dataclass(frozen=True)
+class Option:
+    default: Any
+    check: Check
+    text: str
+    structural: bool = False  # decides which blocks and state there are, so it is fixed once training has begun
+
+
+OPTIONS: dict[str, Option] = {
+    "lr": Option(1e-3, _lr, "learning rate; a number or a one-element tensor"),
+    "betas": Option((0.9, 0.999), _betas, "decay of the gradient filter and of the statistics; `betas[1] = 1` is the AdaGrad sum"),
+    "beta3": Option(None, _optional(_number(0, 1)), "weight of the filtered gradient inside the direction; default `betas[0]`"),
+    "eps": Option(1e-12, _number(0, open_low=True), "added to the eigenvalues of every factor; absolute"),
+    "weight_decay": Option(0.0, _number(0), "strength of weight decay"),
+    "weight_decay_mode": Option("decoupled", _choice("decoupled", "l2", "corrected", "independent"), "how decay enters; see [algorithm](algorithm.md)"),
+    "momentum": Option(0.0, _number(0, 1), "heavy-ball momentum on the direction"),
+    "dampening": Option(0.0, _number(0, 1, open_high=False), "dampening of momentum"),
+    "nesterov": Option(False, _bool, "Nesterov's form of momentum"),
+    "maximize": Option(False, _bool, "ascend instead of descend"),
+    "bias_correction": Option(True, _bool, "correct the averages for their start at zero"),
+    "preconditioner": Option("shampoo", _choice("shampoo"), "the method", structural=True),
+    "exponent": Option(None, _optional(_exponent), "root exponent for all modes, or `{order: exponent}`; default `1 / (2 order)`; 0 leaves modes alone"),
+    "exponent_multiplier": Option(1.0, _number(0, open_low=True), "multiplies the default exponent (1.82 in the paper for fully connected networks)"),
+    "root": Option("auto", _root, "root solver: `\"auto\"`, `\"eigh\"`, `\"newton\"`, `\"higher_order\"`, `\"qr\"` or a solver object"),
+    "graft": Option("adam", _choice("adam", "rmsprop", "adagrad", "sgd", None), "method whose step size is taken over", structural=True),
+    "graft_beta2": Option(None, _optional(_number(0, 1)), "decay of the graft's second moment; default `betas[1]`, 0.999 when that is 1"),
+    "graft_eps": Option(1e-8, _number(0, open_low=True), "added to the graft's denominator"),
+    "max_preconditioner_dim": Option(1024, _count(1, infinite=True), "largest factor; larger dimensions follow `large_dim`", structural=True),
+    "merge_dims": Option(True, _bool, "fold small neighbouring dimensions together", structural=True),
+    "large_dim": Option("block", _choice("block", "diagonal", "adagrad"), "a dimension above the limit: cut it, keep its factor's diagonal, or use diagonal AdaGrad", structural=True),
+    "batch_dims": Option(0, _count(0), "leading dimensions that stack independent parameters, such as experts", structural=True),
+    "precondition_1d": Option(False, _bool, "give vectors a full matrix of their own", structural=True),
+    "precondition_frequency": Option(10, _count(1), "steps between refreshes of a block's roots"),
+    "start_preconditioning_step": Option(None, _optional(_count(1, infinite=True)), "first preconditioned step; default `precondition_frequency`; infinity: never"),
+    "refresh": Option("together", _choice("together", "staggered"), "refresh all blocks at once, or spread them evenly over the period"),
+    "on_nonfinite": Option("skip", _choice("skip", "raise"), "a block with NaN or Inf in its gradient sits the step out, or the step raises"),
+    "max_failed_refreshes": Option(3, _count(0), "failed refreshes in a row that one block may have"),
+    "state_dtype": Option("float32", _dtype, "dtype of the state; arithmetic is in float32 or better", structural=True),
+}  # fmt: skip
+
+STRUCTURAL = tuple(name for name, option in OPTIONS.items() if option.structural)
+
+
+def check_options(group: dict[str, Any]) -> None:
+    """Validate and normalise a param group's options in place; raise ``ValueError`` on the first that is wrong."""
+    for name, option in OPTIONS.items():
+        group[name] = option.check(name, group[name])
+    _refuse_without_effect(group)
+    if group["root"] != "auto" and (exponents := group["exponent"] or group["exponent_multiplier"] != 1):
+        solver = roots.parse(group["root"])
+        orders = dict(exponents) if isinstance(exponents, tuple) else {}
+        for order in orders or (1, 2, 3):
+            if e := exponent(group, order):
+                solver.check(e)
+
+
+def _refuse_without_effect(group: Mapping[str, Any]) -> None:
+    """An option that would do nothing is a mistake the user should hear about."""
+    no_filter, no_momentum = group["betas"][0] == 0, group["momentum"] == 0
+    idle = [
+        ("beta3", group["beta3"] is not None and no_filter, "without betas[0] > 0"),
+        ("dampening", group["dampening"] != 0 and no_momentum, "without momentum > 0"),
+        ("nesterov", group["nesterov"] and no_momentum, "without momentum > 0"),
+        ("graft_beta2", group["graft_beta2"] is not None and group["graft"] not in ("adam", "rmsprop"),
+         f"with graft={group['graft']!r}; only 'adam' and 'rmsprop' use it"),
+        ("graft_eps", group["graft_eps"] != OPTIONS["graft_eps"].default and group["graft"] in ("sgd", None)
+         and group["large_dim"] != "adagrad", f"with graft={group['graft']!r}; it has no denominator"),
+        ("exponent_multiplier", group["exponent_multiplier"] != 1 and group["exponent"] is not None,
+         "beside exponent, which replaces the default that it multiplies"),
+    ]  # fmt: skip
+    for name, useless, why in idle:
+        if useless:
+            raise ValueError(f"{name}={group[name]!r} has no effect {why}; remove it or change the other option")
+
+
+def closest(name: str) -> str | None:
+    """The option that an unknown keyword was probably meant to be."""
+    found = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.75)
+    return found[0] if found else None
+
+
+def exponent(group: Mapping[str, Any], order: int) -> float:
+    """The exponent ``e`` of a block of this order: roots are ``(L + eps I)^(-e)``."""
+    given = group["exponent"]
+    if isinstance(given, (tuple, list)):
+        given = dict(given).get(order)
+    return float(group["exponent_multiplier"] / (2 * order) if given is None else given)
+
+
+def graft_beta2(group: Mapping[str, Any]) -> float:
+    if group["graft_beta2"] is not None:
+        return float(group["graft_beta2"])
+    return 0.999 if group["betas"][1] == 1 else float(group["betas"][1])
+
+
+def start_step(group: Mapping[str, Any]) -> float:
+    start = group["start_preconditioning_step"]
+    return float(group["precondition_frequency"] if start is None else start)
+
+
+def state_dtype(group: Mapping[str, Any]) -> torch.dtype:
+    return getattr(torch, group["state_dtype"])  # type: ignore[no-any-return]
+
+
+def compute_dtype(group: Mapping[str, Any]) -> torch.dtype:
+    """float32, or better where the state is."""
+    return torch.promote_types(state_dtype(group), torch.float32)

@@ -1,0 +1,275 @@
+"""The textbook twin: Shampoo as ALGORITHM.md sections 1-4 state it, in loops.
+
+One tensor, one block at a time, in float64. Nothing here is fast and nothing is shared with the fast version,
+so that where the two agree neither is likely to be wrong. `Reference._step_block` is section 1, line by line.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# fmt: off
+DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3, "betas": (0.9, 0.999), "beta3": None,  # None: betas[0]
+    "eps": 1e-12, "bias_correction": True, "maximize": False,
+    "weight_decay": 0.0, "weight_decay_mode": "decoupled",
+    "momentum": 0.0, "dampening": 0.0, "nesterov": False,
+    "exponent": None, "exponent_multiplier": 1.0,  # float or {order: float}; None: multiplier / (2 order)
+    "graft": "adam", "graft_beta2": None, "graft_eps": 1e-8,  # None: betas[1], or 0.999 where that is 1
+    "max_preconditioner_dim": 1024, "merge_dims": True, "large_dim": "block",
+    "batch_dims": 0, "precondition_1d": False,
+    "precondition_frequency": 10, "start_preconditioning_step": None,  # None: the frequency; math.inf: never
+    "refresh": "together", "on_nonfinite": "skip",
+}
+# fmt: on
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "weight_decay_mode": ("l2", "decoupled", "corrected", "independent"),
+    "graft": ("sgd", "adagrad", "rmsprop", "adam", None),
+    "large_dim": ("block", "diagonal", "adagrad"),
+    "refresh": ("together", "staggered"),
+    "on_nonfinite": ("skip",),
+}
+
+
+def merged(shape: Sequence[int], limit: int) -> list[int]:
+    """Fold dimensions together from last to first, while a product stays <= limit and the order stays >= 2.
+
+    >>> merged((512, 512, 3, 3), 1024), merged((512, 512, 3, 3), 8192), merged((64, 3, 7, 7), 1024)
+    ([512, 512, 9], [512, 4608], [64, 147])
+    """
+    dims = [d for d in shape if d != 1]
+    i = len(dims) - 1
+    while i > 0:
+        if len(dims) > 2 and dims[i - 1] * dims[i] <= limit:
+            dims[i - 1 : i + 1] = [dims[i - 1] * dims[i]]
+        i -= 1
+    return dims
+
+
+def piece_sizes(d: int, limit: int) -> list[int]:
+    """ceil(d / limit) pieces, the longer ones first: 10 in pieces of at most 4 is [4, 3, 3]."""
+    n = math.ceil(d / limit)
+    return [d // n + (i < d % n) for i in range(n)]
+
+
+def cut(x: Tensor, sizes: list[list[int]] | None) -> list[Tensor]:
+    """The blocks of x as views: batch item by batch item, each row-major over its pieces. None: x whole."""
+    if sizes is None:
+        return [x]
+    blocks = list(x.view(-1, *(sum(s) for s in sizes)))
+    for dim, s in enumerate(sizes):
+        blocks = [piece for block in blocks for piece in block.split(s, dim)]
+    return blocks
+
+
+def unfold(x: Tensor, mode: int) -> Tensor:
+    """d_mode x rest."""
+    return x.movedim(mode, 0).reshape(x.shape[mode], -1)
+
+
+def mode_product(x: Tensor, mode: int, root: Tensor) -> Tensor:
+    """x times root along one mode; a vector stands for a diagonal matrix."""
+    if root.ndim == 1:
+        return x * root.view(-1, *[1] * (x.ndim - 1 - mode))
+    moved: Tensor = torch.tensordot(root, x, dims=([1], [mode]))
+    return moved.movedim(0, mode)
+
+
+def inverse_power(a: Tensor, e: float, eps: float) -> Tensor:
+    """(a + eps I)^(-e), after the smallest shift that makes a semidefinite; elementwise for a vector."""
+    if a.ndim == 1:
+        return (a + eps) ** -e
+    values, vectors = torch.linalg.eigh(a)
+    values = values - values.min().clamp(max=0) + eps
+    root: Tensor = vectors @ torch.diag(values**-e) @ vectors.T
+    return root
+
+
+class Block:
+    """The state of one block; `method` is its diagonal method: a Kronecker block's graft, or all there is."""
+
+    def __init__(self, w: Tensor, method: str | None, diagonal: Sequence[bool]) -> None:
+        self.method = method
+        self.m = torch.zeros_like(w)  # filtered gradient
+        self.v = torch.zeros_like(w)  # squared gradients of the diagonal method
+        self.momentum = torch.zeros_like(w)
+        # One per mode, d x d, or d where only the diagonal is kept; none at all for an elementwise block.
+        self.factors = [
+            w.new_zeros(d if diag else (d, d)) for d, diag in zip(w.shape, diagonal, strict=False)
+        ]
+        # None: not refreshed yet. A None inside: that mode is left alone.
+        self.roots: list[Tensor | None] | None = None
+
+
+class Reference:
+    """Textbook Shampoo on copies of `params`: options as in DEFAULTS, read at each step from `self.options`.
+
+    The options that decide shapes and state (`graft`, `max_preconditioner_dim`, `merge_dims`, `large_dim`,
+    `batch_dims`, `precondition_1d`) are read once. `offsets[param index, block index]` is the step inside the
+    period at which refresh="staggered" refreshes that block; elementwise parameters need none.
+
+    >>> twin = Reference([torch.ones(2, 3)], lr=0.1, graft="sgd", precondition_frequency=1)
+    >>> twin.step([torch.eye(2, 3)])
+    >>> [round(x, 3) for x in twin.params[0].flatten().tolist()]
+    [0.9, 1.0, 1.0, 1.0, 0.9, 1.0]
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        *,
+        dtype: torch.dtype = torch.float64,
+        offsets: Mapping[tuple[int, int], int] | None = None,
+        **options: Any,
+    ) -> None:
+        if unknown := sorted(options.keys() - DEFAULTS.keys()):
+            raise TypeError(f"unknown options {unknown}; known are {sorted(DEFAULTS)}")
+        self.options = o = DEFAULTS | options
+        for name, allowed in CHOICES.items():
+            if o[name] not in allowed:
+                raise ValueError(f"{name}={o[name]!r} is not one of {allowed}")
+        if o["exponent"] is not None and o["exponent_multiplier"] != 1:
+            raise ValueError("exponent and exponent_multiplier both set the exponent: give one of them")
+        if o["refresh"] == "staggered" and offsets is None:
+            raise ValueError("refresh='staggered' needs offsets={(param, block): step inside the period}")
+        self.offsets = dict(offsets or {})
+        self.params = [p.detach().to(dtype, copy=True).contiguous() for p in params]
+        self.steps = [0] * len(self.params)
+        self.peak_lr = o["lr"]
+        self.sizes: list[list[list[int]] | None] = []  # per parameter and mode, the sizes of the pieces
+        self.blocks = [self._make_blocks(p) for p in self.params]
+
+    def _make_blocks(self, p: Tensor) -> list[Block]:
+        """Section 2. Appends to self.sizes how p is cut, and returns the blocks' empty state."""
+        o = self.options
+        limit, method = o["max_preconditioner_dim"], o["graft"]
+        shape = [d for d in p.shape[o["batch_dims"] :] if d != 1]
+        if o["merge_dims"]:
+            shape = merged(shape, limit)
+        kronecker = p.numel() > 0 and len(shape) >= (1 if o["precondition_1d"] else 2)
+        if kronecker and o["large_dim"] == "adagrad" and max(shape) > limit:
+            kronecker, method = False, "adagrad"
+        if not kronecker:
+            self.sizes.append(None)
+            return [Block(p, method, [])]
+        cuts = o["large_dim"] == "block"
+        self.sizes.append([piece_sizes(d, limit) if cuts else [d] for d in shape])
+        return [Block(w, method, [d > limit for d in w.shape]) for w in cut(p, self.sizes[-1])]
+
+    @torch.no_grad()
+    def step(self, grads: Sequence[Tensor | None]) -> None:
+        """One step for every parameter that has a gradient; the others, and their state, are left alone."""
+        self.peak_lr = max(self.peak_lr, self.options["lr"])
+        for i, (p, grad) in enumerate(zip(self.params, grads, strict=True)):
+            if grad is None or p.numel() == 0:
+                continue
+            self.steps[i] += 1
+            ws, gs = cut(p, self.sizes[i]), cut(grad.detach().to(p).contiguous(), self.sizes[i])
+            for j, (block, w, g) in enumerate(zip(self.blocks[i], ws, gs, strict=True)):
+                due = bool(block.factors) and self._due(self.steps[i], (i, j))
+                self._step_block(block, w, g, self.steps[i], due)
+
+    def _due(self, t: int, key: tuple[int, int]) -> bool:
+        """Section 3."""
+        every, start = self.options["precondition_frequency"], self.options["start_preconditioning_step"]
+        start = every if start is None else start
+        if self.options["refresh"] == "staggered":
+            return bool(t >= start and t % every == self.offsets[key])
+        return bool(t == start or (t > start and t % every == 0))
+
+    def _step_block(self, block: Block, w: Tensor, g: Tensor, t: int, due: bool) -> None:
+        """Section 1. Changes w, a view of the parameter, and the block's state."""
+        o = self.options
+        mode = o["weight_decay_mode"]
+        if not g.isfinite().all():
+            # The schedule knows t only, so a refresh that is due happens, from the statistics so far.
+            if due:
+                self._refresh(block, t)
+            return
+        if o["maximize"]:
+            g = -g
+        if mode == "l2":  # 1. coupled decay
+            g = g + o["weight_decay"] * w
+        self._accumulate(block, g)  # 2. statistics
+        if due:
+            self._refresh(block, t)  # 3. roots
+        self._accumulate_graft(block, g)  # 4. graft statistics
+        g_bar = self._filter(block, g, t)  # 5. filtering
+        p = self._direction(block, g_bar, t)  # 6. direction
+        if mode != "l2":  # 7. decay
+            p = p + self._decay() * w
+        if mu := o["momentum"]:  # 8. momentum
+            fresh = (1 - o["dampening"]) * p
+            block.momentum = mu * block.momentum + fresh
+            p = fresh + mu * block.momentum if o["nesterov"] else block.momentum
+        w -= o["lr"] * p  # 9.
+
+    def _accumulate(self, block: Block, g: Tensor) -> None:
+        beta2 = self.options["betas"][1]
+        for i, factor in enumerate(block.factors):
+            g_i = unfold(g, i)
+            new = (g_i**2).sum(1) if factor.ndim == 1 else g_i @ g_i.T
+            block.factors[i] = factor + new if beta2 == 1 else beta2 * factor + (1 - beta2) * new
+
+    def _refresh(self, block: Block, t: int) -> None:
+        o, order = self.options, len(block.factors)
+        beta2, e = o["betas"][1], o["exponent"]
+        e = e.get(order) if isinstance(e, Mapping) else e
+        e = o["exponent_multiplier"] / (2 * order) if e is None else e
+        bc2 = 1 - beta2**t if o["bias_correction"] and beta2 != 1 else 1.0
+        if all(factor.isfinite().all() for factor in block.factors):
+            roots = [inverse_power(factor / bc2, e, o["eps"]) if e else None for factor in block.factors]
+            if all(root is None or root.isfinite().all() for root in roots):
+                block.roots = roots
+
+    def _accumulate_graft(self, block: Block, g: Tensor) -> None:
+        if block.method == "adagrad":
+            block.v = block.v + g**2
+        elif block.method in ("rmsprop", "adam"):
+            b = self._graft_beta2()
+            block.v = b * block.v + (1 - b) * g**2
+
+    def _graft_beta2(self) -> float:
+        given, beta2 = self.options["graft_beta2"], self.options["betas"][1]
+        return float(given if given is not None else beta2 if beta2 != 1 else 0.999)
+
+    def _filter(self, block: Block, g: Tensor, t: int) -> Tensor:
+        beta1, beta3 = self.options["betas"][0], self.options["beta3"]
+        beta3 = beta1 if beta3 is None else beta3
+        if beta1 == 0:
+            return g
+        g_bar: Tensor = beta3 * block.m + (1 - beta3) * g
+        block.m = beta1 * block.m + (1 - beta1) * g
+        if self.options["bias_correction"]:
+            g_bar = g_bar / (1 - beta3 * beta1 ** (t - 1))
+        return g_bar
+
+    def _direction(self, block: Block, g_bar: Tensor, t: int) -> Tensor:
+        grafted = self._graft_direction(block, g_bar, t)
+        if block.roots is None:
+            return grafted
+        p = g_bar
+        for i, root in enumerate(block.roots):
+            p = p if root is None else mode_product(p, i, root)
+        if block.method is None or p.norm() == 0:
+            return p
+        scaled: Tensor = p * (grafted.norm() / p.norm())
+        return scaled
+
+    def _graft_direction(self, block: Block, g_bar: Tensor, t: int) -> Tensor:
+        """Section 4."""
+        if block.method in ("sgd", None):
+            return g_bar
+        v = block.v / (1 - self._graft_beta2() ** t) if block.method == "adam" else block.v
+        direction: Tensor = g_bar / (v.sqrt() + self.options["graft_eps"])
+        return direction
+
+    def _decay(self) -> float:
+        o, peak = self.options, self.peak_lr
+        wd, mode = o["weight_decay"], o["weight_decay_mode"]
+        if mode == "decoupled" or peak == 0:  # no rate yet: nothing moves, and only momentum can tell
+            return float(wd)
+        return float(wd * (o["lr"] / peak) if mode == "corrected" else wd / peak)

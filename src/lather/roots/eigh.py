@@ -1,0 +1,82 @@
+"""Roots by a symmetric eigendecomposition: exact, for every exponent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+
+from .base import Basis, EigenSolver, Root, lift
+from .numerics import eye_like, normalize, power, symmetrize
+
+
+@final
+@dataclass(frozen=True)
+class Eigh(EigenSolver):
+    """`A = Q diag(lambda) Q^T`, then `X = Q diag((lambda - min(lambda_min, 0) + eps)^(-e)) Q^T`.
+
+    The residual is `||Q diag(lambda) Q^T - A||_F / ||A||_F`. A slot whose decomposition fails, or in float32
+    is inaccurate, is solved again in float64; only if that fails too it is not ok. One host read per call, to
+    see whether there are such slots (besides the error check inside `torch.linalg.eigh`).
+    """
+
+    name: ClassVar[str] = "eigh"
+
+    def flops(self, d: int) -> float:
+        return 15.0 * d**3  # the decomposition 9; root, residual and orthogonality 2 each
+
+    def _root(self, a: Tensor, e: float, eps: float, state: dict[str, Tensor]) -> Root:
+        a, scale = normalize(a)
+        q, values, ok, residual = decompose(a)
+        f = power(lift(values, scale, eps), -e).to(a.dtype)
+        return Root(symmetrize((q * f[:, None, :]) @ q.mT), ok, residual)
+
+    def _basis(self, a: Tensor, state: dict[str, Tensor]) -> Basis:
+        a, scale = normalize(a)
+        q, values, ok, residual = decompose(a)
+        return Basis(q, values * scale.squeeze(-1), ok, residual)
+
+
+def decompose(a: Tensor) -> Basis:
+    """Eigenbasis of normalised, finite `a` [n, d, d]; slots that float32 solves badly are done in float64."""
+    bound = 32 * torch.finfo(a.dtype).eps * a.shape[-1] ** 0.5  # some 30 times what is usual
+    first = _attempt(a, bound)
+    if a.dtype == torch.float64:
+        return first
+    bad = (~first.ok).nonzero().squeeze(1)  # the host read
+    if bad.numel() == 0:
+        return first
+    again = _attempt(a[bad].double(), bound)
+    return Basis(*(old.index_copy(0, bad, new.to(old.dtype)) for old, new in zip(first, again, strict=True)))
+
+
+def _attempt(a: Tensor, bound: float) -> Basis:
+    """Ok are the slots with a residual and a loss of orthogonality below `bound`: the root weighs most the
+    columns that the residual weighs least."""
+    values, q = _eigh(a)
+    size = torch.linalg.vector_norm(a, dim=(1, 2)).clamp(min=1.0)  # a normalised matrix is 0 or has norm >= 1
+    residual = torch.linalg.vector_norm((q * values[:, None, :]) @ q.mT - a, dim=(1, 2)) / size
+    skew = torch.linalg.vector_norm(q.mT @ q - eye_like(a), dim=(1, 2)) / a.shape[-1] ** 0.5
+    return Basis(q, values, (residual <= bound) & (skew <= bound), residual)
+
+
+def _eigh(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Values (descending) and vectors. One failing matrix fails the batched call: then go one by one."""
+    try:
+        values, q = torch.linalg.eigh(a)
+    except LinAlgError:
+        pairs = [_eigh_alone(a[i : i + 1]) for i in range(len(a))]
+        values, q = (torch.cat(part) for part in zip(*pairs, strict=True))
+    return values.flip(-1), q.flip(-1)
+
+
+def _eigh_alone(a: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for one matrix [1, d, d], ascending; NaN where it fails."""
+    try:
+        values, q = torch.linalg.eigh(a)
+    except LinAlgError:
+        return torch.full_like(a[..., 0], torch.nan), torch.full_like(a, torch.nan)
+    return values, q

@@ -1,0 +1,23 @@
+"""Coupled inverse iterations of order three and up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from .coupled import Coupled
+
+
+@final
+@dataclass(frozen=True)
+class HigherOrder(Coupled):
+    """The coupled iteration with `order` terms: each costs a product a round and saves rounds; 2 is Newton."""
+
+    name: ClassVar[str] = "higher_order"
+    order: int = 3
+    iterations: int = 18
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (isinstance(self.order, int) and self.order >= 2):
+            raise ValueError(f"order={self.order!r} must be an integer >= 2")

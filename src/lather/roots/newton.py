@@ -1,0 +1,20 @@
+"""Coupled inverse Newton iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from .coupled import Coupled
+
+
+@final
+@dataclass(frozen=True)
+class Newton(Coupled):
+    """The coupled iteration of order 2, `T = ((p + 1) I - M) / p`: the cheapest rounds, the most of them."""
+
+    name: ClassVar[str] = "newton"
+
+    @property
+    def order(self) -> int:
+        return 2

@@ -1,0 +1,91 @@
+"""Small tools that every root solver shares: exact scaling, reproducible powers, honest float32 products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Float32 products are float32 inside, whatever autocast, TF32 and bfloat16 settings the user has.
+
+    A root spans the decades of its factor's spectrum; the ten bits of TF32 keep three of them.
+    """
+    with torch.autocast(device.type, enabled=False), _ieee_products():
+        yield
+
+
+@contextmanager
+def _ieee_products() -> Iterator[None]:
+    units: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    lowered = [(u, u.fp32_precision) for u in units if u.fp32_precision not in ("ieee", "none")]
+    try:
+        for unit, _ in lowered:
+            unit.fp32_precision = "ieee"
+        yield
+    finally:
+        for unit, before in lowered:
+            _restore(unit, before)
+
+
+def _restore(unit: Any, before: str) -> None:
+    # A unit that inherits reads as its parent; give it "none" back, or it would no longer follow the parent.
+    unit.fp32_precision = "none"
+    if unit.fp32_precision != before:
+        unit.fp32_precision = before
+
+
+@contextmanager
+def _ieee_products_legacy() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+# torch 2.9 brought precision per backend; from then on touching the old global setting warns.
+if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+    _ieee_products = _ieee_products_legacy
+
+
+def eye_like(a: Tensor) -> Tensor:
+    """The identity [d, d] in the dtype and on the device of `a` [n, d, d]."""
+    return torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+
+
+def all_finite(x: Tensor) -> Tensor:
+    """[n] bool: whether every entry of the slot is finite."""
+    return torch.isfinite(x).flatten(1).all(1)
+
+
+def symmetrize(a: Tensor) -> Tensor:
+    return (a + a.mT) * 0.5
+
+
+def normalize(a: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor]:
+    """`a / c` and `c` [n, 1, 1], the power of two with `c <= max(|a|, floor) < 2c`; 1 where that maximum is 0.
+
+    Division by it is exact, and afterwards squares neither overflow nor vanish.
+    """
+    size = a.abs().amax((1, 2), keepdim=True).clamp(min=floor)
+    # Dividing by the mantissa is exact down to denormals, which ldexp (a float pow) is not.
+    c = torch.where(size > 0, size / (2 * torch.frexp(size).mantissa), 1.0)
+    return a / c, c
+
+
+def power(x: Tensor, exponent: float) -> Tensor:
+    """`x^exponent` elementwise for [n, d], as float64, the same bits for a slot whatever the stack around it.
+
+    `pow` takes different code in the vector body and in the tail of an array; rows padded to whole vectors have
+    no tail.
+    """
+    d = x.shape[-1]
+    rows = torch.nn.functional.pad(x.double(), (0, -d % 64), value=1.0)
+    return (rows**exponent)[:, :d]

@@ -1,0 +1,139 @@
+"""Warm-started orthogonal iteration, and the root to first order in what it leaves off the diagonal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from .base import Basis, EigenSolver, Root, lift
+from .eigh import decompose
+from .numerics import eye_like, normalize, power, symmetrize
+
+CAP = 0.5
+
+
+class Frame(NamedTuple):
+    q: Tensor  # [n, d, d] orthogonal
+    s: Tensor  # [n, d, d] = q^T a q, diagonal descending
+    residual: Tensor  # [n]
+
+
+@final
+@dataclass(frozen=True)
+class Qr(EigenSolver):
+    """`iterations` rounds of `Q <- qr(A Q)` from the last basis, then `X = Q F Q^T` with `S = Q^T A Q` and
+
+    `F_ij = sqrt(f_i f_j) (delta_ij + phi_ij K_ij)`, `f_i = (lambda_i + eps)^(-e)`, `lambda = diag S`,
+    `K_ij = S_ij / sqrt((lambda_i + eps)(lambda_j + eps))` off the diagonal,
+    `phi_ij = -sinh(e r / 2) / sinh(r / 2)`, `r = log((lambda_j + eps) / (lambda_i + eps))`, `|phi K| <= 1/2`:
+    the Daleckii-Krein formula `F_ij = f[lambda_i, lambda_j] S_ij` without units and without cancellation.
+
+    The residual is `||K||_F / sqrt(d)`, where eigenvalues below the rounding noise of `S` count as that noise;
+    the error of the root is about a third of its square. Slots with more than `tolerance` (a cold start, a
+    factor that moved far) get their basis from eigh: one host read per call to see whether there are any (and
+    eigh's own if so), none with `tolerance=inf`. A slot whose `F` is not positive definite is not ok.
+    """
+
+    name: ClassVar[str] = "qr"
+    iterations: int = 1
+    tolerance: float = 0.4
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.iterations, int) and self.iterations >= 1):
+            raise ValueError(f"iterations={self.iterations!r} must be a positive integer")
+        if not self.tolerance > 0:
+            raise ValueError(f"tolerance={self.tolerance!r} must be positive; inf never falls back to eigh")
+
+    def init(self, n: int, d: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
+        return {"Q": torch.eye(d, dtype=dtype, device=device).repeat(n, 1, 1)}
+
+    def flops(self, d: int) -> float:
+        return d**3 * (14 / 3 * self.iterations + 8.3)
+
+    def _root(self, a: Tensor, e: float, eps: float, state: dict[str, Tensor]) -> Root:
+        a, scale = normalize(a)
+        q, s, residual = self._frame(a, eps / scale, state)
+        values = lift(_diagonal(s), scale, eps)
+        h = eye_like(a) + _first_order(values, _coupling(s, eps / scale), e)
+        y = q * power(values, -e / 2).to(a.dtype)[:, None, :]
+        positive = torch.linalg.cholesky_ex(h).info == 0
+        return Root(symmetrize(y @ h @ y.mT), positive, residual)
+
+    def _basis(self, a: Tensor, state: dict[str, Tensor]) -> Basis:
+        a, scale = normalize(a)
+        q, s, residual = self._frame(a, torch.zeros_like(scale), state)
+        return Basis(q, _diagonal(s) * scale.squeeze(-1), torch.isfinite(residual), residual)
+
+    def _frame(self, a: Tensor, ridge: Tensor, state: dict[str, Tensor]) -> Frame:
+        """The new basis, which also becomes the warm start."""
+        q = state["Q"]
+        for _ in range(self.iterations):
+            q = _round(a, q)
+        q, s = _project(a, q)
+        frame = Frame(q, s, torch.linalg.vector_norm(_coupling(s, ridge), dim=(1, 2)) / a.shape[-1] ** 0.5)
+        frame = self._rescued(a, frame)
+        state["Q"] = frame.q
+        return frame
+
+    def _rescued(self, a: Tensor, frame: Frame) -> Frame:
+        if math.isinf(self.tolerance):
+            return frame
+        bad = (~(frame.residual <= self.tolerance)).nonzero().squeeze(1)  # the host read
+        if bad.numel() == 0:
+            return frame
+        exact = decompose(a[bad])
+        fixed = Frame(exact.vectors, torch.diag_embed(exact.values), exact.residual)
+        return Frame(*(old.index_copy(0, bad, new) for old, new in zip(frame, fixed, strict=True)))
+
+
+def _round(a: Tensor, q: Tensor) -> Tensor:
+    """One orthogonal iteration. `qr` keeps the spans of the leading columns, so they enter by descending
+    Rayleigh quotient: a round then goes on from the last one, and in another order it would undo it."""
+    b = a @ q
+    order = (q * b).sum(1).argsort(dim=1, descending=True, stable=True)
+    return torch.linalg.qr(b.take_along_dim(order[:, None, :], 2))[0]
+
+
+def _project(a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """`q` and `q^T a q` with the diagonal in descending order."""
+    s = symmetrize(q.mT @ (a @ q))
+    order = _diagonal(s).argsort(dim=1, descending=True, stable=True)
+    s = s.take_along_dim(order[:, :, None], 1).take_along_dim(order[:, None, :], 2)
+    return q.take_along_dim(order[:, None, :], 2), s
+
+
+def _coupling(s: Tensor, ridge: Tensor) -> Tensor:
+    """`K` [n, d, d]: the off-diagonal of `s` relative to its diagonal plus `ridge` [n, 1, 1], which is not
+    resolved below `d` roundings of the largest eigenvalue."""
+    values = _diagonal(s)
+    noise = s.shape[-1] * torch.finfo(s.dtype).eps * values.amax(1, keepdim=True)
+    values = values - values.amin(1, keepdim=True).clamp(max=0.0) + ridge.squeeze(-1)
+    w = torch.maximum(values, noise).sqrt().reciprocal()
+    k = s * w[:, :, None] * w[:, None, :]
+    return k - torch.diag_embed(_diagonal(k))
+
+
+def _first_order(values: Tensor, k: Tensor, e: float) -> Tensor:
+    """`phi * k`, capped, for ridged eigenvalues [n, d] in float64.
+
+    `phi = (g_j/g_i - g_i/g_j) / (t_j/t_i - t_i/t_j)` with `g = values^(-e/2)`, `t = values^(1/2)`: even in `r`,
+    so up to `r = eps_machine^(1/3)` its limit `-e` is as accurate as the quotient is beyond.
+    """
+    top = _antisymmetric_ratio(power(values, -e / 2).to(k.dtype))
+    bottom = _antisymmetric_ratio(power(values, 0.5).to(k.dtype))
+    near = bottom.abs() < torch.finfo(k.dtype).eps ** (1 / 3)
+    phi = torch.where(near, -e, top / bottom)
+    return (phi * k).clamp(-CAP, CAP)
+
+
+def _antisymmetric_ratio(x: Tensor) -> Tensor:
+    q = x[:, None, :] / x[:, :, None]
+    return q - q.mT
+
+
+def _diagonal(a: Tensor) -> Tensor:
+    return a.diagonal(dim1=1, dim2=2)

@@ -1,0 +1,96 @@
+"""Solvers as strings, for places that hold only primitives: `"newton(iterations=20)"`."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import math
+from dataclasses import fields
+from typing import Any, Literal
+
+import torch
+
+from .auto import choose
+from .base import RootSolver
+from .eigh import Eigh
+from .higher_order import HigherOrder
+from .newton import Newton
+from .qr import Qr
+
+SOLVERS: dict[str, type[RootSolver]] = {s.name: s for s in (Eigh, Newton, HigherOrder, Qr)}
+
+
+def parse(spec: str | RootSolver) -> RootSolver | Literal["auto"]:
+    """The solver that `spec` spells: a name, or a name with options; `"auto"` stays what it is.
+
+    >>> parse("newton(iterations=20)")
+    Newton(iterations=20, tolerance=0.01, relative_eps=1e-06)
+    """
+    if isinstance(spec, RootSolver):
+        return spec
+    if spec == "auto":
+        return "auto"
+    name, options = _read(spec)
+    if name not in SOLVERS:
+        raise ValueError(f"root={spec!r} is not a root solver; allowed: {_names()}{_hint(name)}")
+    try:
+        return SOLVERS[name](**options)
+    except (TypeError, ValueError) as error:
+        known = ", ".join(f.name for f in fields(SOLVERS[name])) or "none"  # type: ignore[arg-type]
+        raise ValueError(f"root={spec!r}: {error}; options of {name}: {known}") from None
+
+
+def resolve(spec: str | RootSolver, d: int, n: int, device: torch.device | str) -> RootSolver:
+    """`parse`, with `"auto"` decided for stacks of `n` matrices of size `d`."""
+    solver = parse(spec)
+    return choose(d, n, device) if solver == "auto" else solver
+
+
+def spell(solver: RootSolver | Literal["auto"]) -> str:
+    """The string that `parse` reads back: options that differ from their defaults only.
+
+    >>> spell(Newton(iterations=20)), spell(Eigh())
+    ('newton(iterations=20)', 'eigh')
+    """
+    if isinstance(solver, str):
+        return solver
+    values = [(f, getattr(solver, f.name)) for f in fields(solver)]  # type: ignore[arg-type]
+    options = ", ".join(f"{f.name}={value!r}" for f, value in values if value != f.default)
+    return f"{solver.name}({options})" if options else solver.name
+
+
+def _read(spec: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of `name` or `name(option=literal, ...)`."""
+    try:
+        node = ast.parse(spec, mode="eval").body
+        if isinstance(node, ast.Name):
+            return node.id, {}
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
+            return node.func.id, {_word(k.arg): _literal(k.value) for k in node.keywords}
+    except (SyntaxError, ValueError, TypeError):
+        pass
+    raise ValueError(
+        f"root={spec!r} cannot be read; write a name ({_names()}) or a name with options, "
+        f'as in "newton(iterations=20)"{_hint(str(spec))}'
+    )
+
+
+def _word(name: str | None) -> str:
+    if name is None:
+        raise ValueError("** is not an option")
+    return name
+
+
+def _literal(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name) and node.id == "inf":  # the repr of a float that has no literal
+        return math.inf
+    return ast.literal_eval(node)
+
+
+def _names() -> str:
+    return ", ".join(repr(name) for name in ("auto", *SOLVERS))
+
+
+def _hint(name: str) -> str:
+    close = difflib.get_close_matches(name, ["auto", *SOLVERS], n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,66 @@
+"""The storage side: what happens elementwise where a parameter lives. Parameters never travel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def number(x: float | Tensor) -> float | Tensor:
+    """A host number where that costs no synchronisation; a tensor on an accelerator stays one."""
+    if not isinstance(x, Tensor):
+        return x
+    return x.reshape(1).tolist()[0] if x.device.type == "cpu" else x.reshape(())
+
+
+def raise_peak(group: dict[str, Any]) -> None:
+    """Keep ``peak_lr``, the largest learning rate the group has had."""
+    lr, peak = number(group["lr"]), group["peak_lr"]
+    if isinstance(lr, Tensor) or isinstance(peak, Tensor):
+        group["peak_lr"] = torch.maximum(torch.as_tensor(lr), torch.as_tensor(peak).to(torch.as_tensor(lr).device))
+    else:
+        group["peak_lr"] = max(lr, peak)
+
+
+def prepare_gradient(grad: Tensor, w: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """``maximize`` and coupled decay, in place on a copy of the gradient."""
+    if group["maximize"]:
+        grad.neg_()
+    if group["weight_decay_mode"] == "l2" and group["weight_decay"] != 0:
+        grad.add_(w * group["weight_decay"])
+    return grad
+
+
+def decay(group: Mapping[str, Any]) -> float | Tensor:
+    """``c`` in ``P <- P + c W``."""
+    wd, mode = group["weight_decay"], group["weight_decay_mode"]
+    if mode == "decoupled" or wd == 0:
+        return float(wd)
+    if mode == "l2":
+        return 0.0
+    peak = number(group["peak_lr"])
+    if not isinstance(peak, Tensor) and peak == 0:  # every step so far had learning rate 0
+        return 0.0
+    return wd * (number(group["lr"]) / peak) if mode == "corrected" else wd / peak
+
+
+def update(w: Tensor, p: Tensor, m: Tensor | None, group: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Decay, momentum and the step itself: new parameter and momentum. Elements without a finite direction stay.
+
+    ``P <- P + c W``; ``M <- mu M + (1 - dampening) P``; ``P <- (1 - dampening) P + mu M`` (Nesterov) or ``M``;
+    ``W <- W - lr P``.
+    """
+    go = p.isfinite()
+    c = decay(group)
+    if isinstance(c, Tensor) or c != 0:
+        p = p + w * c
+    new_m = None
+    if m is not None:
+        mu, undamped = group["momentum"], p * (1 - group["dampening"]) if group["dampening"] else p
+        new_m = m * mu + undamped
+        p = undamped + new_m * mu if group["nesterov"] else new_m
+        new_m = torch.where(go, new_m, m)
+    return torch.where(go, w - p * number(group["lr"]), w), new_m

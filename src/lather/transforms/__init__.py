@@ -1,0 +1,10 @@
+"""Methods on stacks of blocks. To add one: a file, and a line in this table."""
+
+from .base import Context, Preconditioner, Stack, State
+from .diagonal import GRAFTS
+from .filter import filter_gradient, init_filter
+from .kronecker import Kronecker
+
+PRECONDITIONERS: dict[str, Preconditioner] = {"shampoo": Kronecker()}
+
+__all__ = ["GRAFTS", "PRECONDITIONERS", "Context", "Preconditioner", "Stack", "State", "filter_gradient", "init_filter"]

@@ -1,0 +1,91 @@
+"""What every transform of a stack is given: the stack's description, and the numbers of the step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import options
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """``n`` blocks of one shape; state is kept in ``dtype``, arithmetic done in ``compute``."""
+
+    n: int
+    shape: tuple[int, ...]
+    modes: tuple[str, ...]
+    dtype: torch.dtype
+    compute: torch.dtype
+    device: torch.device
+
+    def zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(self.n, *shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class Context:
+    """The numbers of one step for one stack.
+
+    ``group`` holds the options as they are now, ``steps`` the step of each slot's parameter, ``alive [n]`` is 1 for a slot
+    that takes part in the step and 0 for one that must keep its state.
+    """
+
+    group: Mapping[str, Any]
+    steps: Sequence[int]
+    alive: Tensor
+
+    def weight(self, beta: float) -> Tensor:
+        """``1 - beta`` for the slots that take part, 0 for the others: ``[n]``."""
+        return self.alive * (1 - beta)
+
+    def correction(self, of_step: Callable[[int], float]) -> float | Tensor:
+        """A number that depends on the step: one for all slots, or ``[n]`` where their parameters' steps differ."""
+        first = self.steps[0]
+        if all(t == first for t in self.steps):
+            return of_step(first)
+        return _vector([of_step(t) for t in self.steps], self.alive)
+
+    def factor_correction(self) -> float | Tensor:
+        """``bc2 = 1 - beta2^t``; 1 for the sum and without bias correction."""
+        beta2 = self.group["betas"][1]
+        if beta2 == 1 or not self.group["bias_correction"]:
+            return 1.0
+        return self.correction(lambda t: 1 - beta2**t)
+
+    def exponent(self, order: int) -> float:
+        return options.exponent(self.group, order)
+
+
+def _vector(values: list[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
+
+
+class Preconditioner(ABC):
+    """A method on stacks: accumulates statistics on every step, refreshes now and then, applies on every step.
+
+    State is a dict of tensors ``[n, ...]`` under short role names that are unique within a bank. A subclass is final, a
+    frozen dataclass whose fields are its options.
+    """
+
+    @abstractmethod
+    def init(self, stack: Stack, group: Mapping[str, Any]) -> State:
+        """Fresh state."""
+
+    def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
+        """Take in a gradient ``[n, ...]``, in place. Slots that are not alive have a zero gradient and keep their bits."""
+
+    def refresh(self, state: State, slots: Sequence[int], ctx: Context) -> Tensor | None:
+        """Recompute what is amortised for some slots; returns ``ok`` for each of them, or None if nothing can fail."""
+        return None
+
+    @abstractmethod
+    def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
+        """The direction for a filtered gradient ``u [n, ...]``; pure."""

@@ -1,0 +1,105 @@
+"""Shampoo: one factor and one root per mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from .. import roots
+from ..linalg import ema_, gram, gram_diagonal, mode_product, per_slot, symmetrize
+from .base import Context, Preconditioner, Stack, State
+
+FULL = "full"
+
+
+@final
+@dataclass(frozen=True)
+class Kronecker(Preconditioner):
+    """``L_i <- beta2 L_i + (1 - beta2) G_i G_i^T``, ``X_i = (L_i / bc2 + eps I)^(-e)``, ``P = u x_1 X_1 ... x_k X_k``.
+
+    A ``"diagonal"`` mode keeps the diagonal of its factor only. State: factors ``L0, L1, ...``, roots ``X0, X1, ...`` (the
+    identity until the first refresh), and what the solver keeps for a warm start, such as a basis ``Q0``.
+    """
+
+    def init(self, stack: Stack, group: Mapping[str, Any]) -> State:
+        state: State = {}
+        for i, (d, mode) in enumerate(zip(stack.shape, stack.modes, strict=True)):
+            if mode == FULL:
+                state[f"L{i}"] = stack.zeros(d, d)
+                state[f"X{i}"] = stack.zeros(d, d)
+                state[f"X{i}"].diagonal(dim1=1, dim2=2).fill_(1)
+                solver = roots.resolve(group["root"], d, stack.n, stack.device)
+                warm = solver.init(stack.n, d, stack.dtype, stack.device)
+                state |= {f"{role}{i}": value for role, value in warm.items()}
+            else:
+                state[f"L{i}"] = stack.zeros(d)
+                state[f"X{i}"] = stack.zeros(d).fill_(1)
+        return state
+
+    def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
+        beta2 = ctx.group["betas"][1]
+        for i in range(grad.dim() - 1):
+            factor = state[f"L{i}"]
+            new = gram(grad, i) if factor.dim() == 3 else gram_diagonal(grad, i)
+            if beta2 == 1:
+                factor.add_(new)
+            else:
+                ema_(factor, new, ctx.weight(beta2))
+
+    def refresh(self, state: State, slots: Sequence[int], ctx: Context) -> Tensor | None:
+        order = sum(role.startswith("L") for role in state)
+        e = ctx.exponent(order)
+        if e == 0:
+            return None
+        index = None if len(slots) == len(ctx.alive) else torch.tensor(slots).to(ctx.alive.device, non_blocking=True)
+        correction = ctx.factor_correction()
+        ok = torch.ones(len(slots), dtype=torch.bool, device=ctx.alive.device)
+        for i in range(order):
+            a = _take(state[f"L{i}"], index).to(ctx.alive.dtype)
+            bc2 = correction if isinstance(correction, float) else _take(correction, index)
+            a = a / per_slot(bc2, a)
+            ok &= self._refresh_mode(state, i, a, e, index, ctx)
+        return ok
+
+    def _refresh_mode(
+        self, state: State, i: int, a: Tensor, e: float, index: Tensor | None, ctx: Context
+    ) -> Tensor:
+        eps = ctx.group["eps"]
+        if a.dim() == 2:  # float64: elementwise pow in float32 is not the same in every place of a stack
+            value = (a.double() + eps).pow(-e).to(a.dtype)
+            ok = value.isfinite().all(1)
+            _put(state[f"X{i}"], index, value, ok)
+            return ok
+        solver = roots.resolve(ctx.group["root"], a.shape[-1], len(ctx.alive), a.device)
+        roles = solver.init(0, a.shape[-1], a.dtype, a.device)
+        warm = {role: _take(state[f"{role}{i}"], index).to(a.dtype) for role in roles}
+        root = roots.solve(solver, symmetrize(a), e, eps, warm)
+        for role, value in warm.items():
+            _put(state[f"{role}{i}"], index, value, root.ok)
+        _put(state[f"X{i}"], index, root.value, root.ok)
+        return root.ok
+
+    def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
+        order = u.dim() - 1
+        if ctx.exponent(order) == 0:
+            return u
+        for i in range(order):
+            u = mode_product(u, state[f"X{i}"].to(u.dtype), i)
+        return u
+
+
+def _take(x: Tensor, index: Tensor | None) -> Tensor:
+    return x if index is None else x[index]
+
+
+def _put(target: Tensor, index: Tensor | None, value: Tensor, ok: Tensor) -> None:
+    """Write the slots that are ok; the others keep what they have."""
+    kept = torch.where(per_slot(ok, value), value.to(target.dtype), _take(target, index))  # type: ignore[arg-type]
+    if index is None:
+        target.copy_(kept)
+    else:
+        target[index] = kept
