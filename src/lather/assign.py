@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .blocks import Block
 from .roots import RootSolver
@@ -19,9 +19,10 @@ def step_flops(block: Block) -> float:
     return sum(4.0 * numel * (d if mode == "full" else 1) for d, mode in zip(block.shape, block.modes, strict=False))
 
 
-def refresh_flops(block: Block, solver: RootSolver) -> float:
-    """Root work of one refresh."""
-    return sum(solver.flops(d) if mode == "full" else float(d) for d, mode in zip(block.shape, block.modes, strict=False))
+def refresh_flops(block: Block, solver: Callable[[int], RootSolver]) -> float:
+    """Root work of one refresh, given the solver for each size."""
+    sides = zip(block.shape, block.modes, strict=False)  # an elementwise block has no modes
+    return sum(solver(d).flops(d) if mode == "full" else float(d) for d, mode in sides)
 
 
 def greedy(costs: Sequence[float], bins: int) -> list[int]:

@@ -57,10 +57,10 @@ class Bank:
             on = torch.tensor(active).to(alive.device, non_blocking=True)
             self.counts[0] += on & alive.logical_not()
             alive &= on
-        grads = torch.where(per_slot(alive, grads), grads, 0)  # type: ignore[call-overload]
+        grads = torch.where(per_slot(alive, grads), grads, 0)
         ctx = Context(group, [max(t, 1) for t in steps], alive.to(grads.dtype))
         direction = self._direction(grads, ctx, active, offsets)
-        return torch.where(per_slot(alive, direction), direction, torch.nan)  # type: ignore[call-overload]
+        return torch.where(per_slot(alive, direction), direction, torch.nan)
 
     def _direction(
         self, grads: Tensor, ctx: Context, active: Sequence[bool], offsets: Mapping[int, int] | None
@@ -85,7 +85,7 @@ class Bank:
         if all(ready):
             return direction
         on = torch.tensor(ready).to(own.device, non_blocking=True)
-        return torch.where(per_slot(on, own), direction, own)  # type: ignore[arg-type]
+        return torch.where(per_slot(on, own), direction, own)
 
     def _timetable(
         self, ctx: Context, active: Sequence[bool], offsets: Mapping[int, int] | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 Shape = tuple[int, ...]
 
@@ -101,7 +101,7 @@ def pieces(size: int, limit: float) -> list[tuple[int, int]]:
     count = max(1, math.ceil(size / limit))
     short, longer = divmod(size, count)
     ends = [i * short + min(i, longer) for i in range(count + 1)]
-    return list(zip(ends, ends[1:], strict=False))
+    return list(pairwise(ends))
 
 
 def cut(
@@ -164,12 +164,10 @@ def _elementwise(param: int, shape: Shape, method: str, reason: str) -> list[Blo
 
 def _slabs(shape: Shape) -> Iterator[Region]:
     """Cut along the first dimension that is larger than one, so that slabs hold about ``DIAGONAL_PIECE`` elements."""
-    whole = Region.whole(shape)
     dim = next((d for d, n in enumerate(shape) if n != 1), None)
     if dim is None:
-        yield whole
+        yield Region.whole(shape)
         return
     for start, stop in pieces(shape[dim], max(1, DIAGONAL_PIECE // math.prod(shape[dim + 1 :]))):
-        yield Region(
-            whole.start[:dim] + (start,) + whole.start[dim + 1 :], whole.stop[:dim] + (stop,) + whole.stop[dim + 1 :]
-        )
+        bounds = [(start, stop) if d == dim else (0, n) for d, n in enumerate(shape)]
+        yield Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))

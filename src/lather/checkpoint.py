@@ -45,7 +45,9 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
 def check_state(saved: Mapping[str, Any], live: Views, name: str) -> None:
     """Refuse the state of one parameter that does not fit, listing the first keys and the likely cause."""
     if missing := [k for k in live if k not in saved]:
-        cause = "saved by another optimizer" if len(missing) == len(live) else "saved by one rank of several, or cut short"
+        cause = (
+            "saved by another optimizer" if len(missing) == len(live) else "saved by one rank of several, or cut short"
+        )
         raise ValueError(f"the checkpoint lacks {_few(missing)} for parameter {name}: it was probably {cause}")
     if extra := [k for k in saved if k not in live]:
         raise ValueError(
@@ -61,9 +63,14 @@ def check_state(saved: Mapping[str, Any], live: Views, name: str) -> None:
 
 
 def copy_state(saved: Mapping[str, Any], live: Views) -> None:
+    """Copy what there is into the live views."""
     for k, view in live.items():
-        if k in saved:
+        if k in saved and saved[k].data_ptr() != view.data_ptr():
             view.copy_(saved[k])
+
+
+def counts(steps: Tensor) -> list[int]:
+    return [int(t) for t in steps.tolist()]
 
 
 def _few(keys: Sequence[str], limit: int = 4) -> str:

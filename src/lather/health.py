@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ class Watch:
     """Reads the banks' counts and reports them by parameter name."""
 
     def __init__(self) -> None:
-        self._mail: dict[Bank, tuple[Tensor, torch.cuda.Event]] = {}
+        self._mail: dict[Bank, tuple[Tensor, Any]] = {}
         self._reported: set[str] = set()
 
     def look(self, bank: Bank, group: Mapping[str, Any], name_of: Callable[[int], str]) -> None:
@@ -33,7 +33,9 @@ class Watch:
             if failed > group["max_failed_refreshes"]:
                 raise RuntimeError(_failure(bank, block.index, name, failed, group))
             if failed:
-                self._warn(f"the root of block {block.index} of parameter {name} could not be refreshed; its last one is kept")
+                self._warn(
+                    f"the root of block {block.index} of parameter {name} could not be refreshed; its last one is kept"
+                )
             if skipped:
                 self._warn(f"parameter {name} had a gradient with NaN or Inf; its blocks concerned were not updated")
 
@@ -44,17 +46,15 @@ class Watch:
 
     def _read(self, bank: Bank) -> Sequence[Sequence[int]] | None:
         if bank.counts.device.type != "cuda":
-            return bank.counts.tolist()  # type: ignore[no-any-return]
+            return cast("list[list[int]]", bank.counts.tolist())
         arrived = None
         if bank in self._mail and self._mail[bank][1].query():
-            arrived = self._mail.pop(bank)[0].tolist()
+            arrived = cast("list[list[int]]", self._mail.pop(bank)[0].tolist())
         if bank not in self._mail:
             host = torch.empty(bank.counts.shape, dtype=bank.counts.dtype, pin_memory=True)
-            event = torch.cuda.Event()
             host.copy_(bank.counts, non_blocking=True)
-            event.record(torch.cuda.current_stream(bank.counts.device))
-            self._mail[bank] = (host, event)
-        return arrived  # type: ignore[no-any-return]
+            self._mail[bank] = (host, torch.cuda.current_stream(bank.counts.device).record_event())
+        return arrived
 
 
 def _failure(bank: Bank, index: int, name: str, failed: int, group: Mapping[str, Any]) -> str:

@@ -24,7 +24,9 @@ def check_parameter(param: Tensor, name: str) -> None:
             "torch.distributed.fsdp.fully_shard (FSDP2) instead"
         )
     if _is_dtensor(param):
-        raise NotImplementedError(f"parameter {name} is a DTensor; sharded parameters are not supported by this version")
+        raise NotImplementedError(
+            f"parameter {name} is a DTensor; sharded parameters are not supported by this version"
+        )
 
 
 def stored_regions(param: Tensor, ranks: Sequence[int]) -> dict[int, Region]:

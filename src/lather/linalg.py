@@ -6,10 +6,16 @@ that hold different stacks rely on it.
 
 from __future__ import annotations
 
+from typing import cast, overload
+
 import torch
 from torch import Tensor
 
 
+@overload
+def per_slot(x: Tensor, like: Tensor) -> Tensor: ...
+@overload
+def per_slot(x: float | Tensor, like: Tensor) -> float | Tensor: ...
 def per_slot(x: float | Tensor, like: Tensor) -> float | Tensor:
     """Shape a vector ``[n]`` so that it broadcasts over the slots of ``like``; numbers pass through."""
     return x.view(-1, *[1] * (like.dim() - 1)) if isinstance(x, Tensor) else x
@@ -40,7 +46,7 @@ def mode_product(x: Tensor, factor: Tensor, mode: int) -> Tensor:
     if mode == x.dim() - 2 and mode > 0:  # symmetric, so the last mode multiplies from the right without a transpose
         return torch.bmm(x.flatten(1, -2), factor).view(x.shape)
     moved = x.movedim(mode + 1, 1)
-    return torch.bmm(factor, moved.flatten(2) if x.dim() > 2 else moved.unsqueeze(2)).view(moved.shape).movedim(1, mode + 1)
+    return torch.bmm(factor, unfold(x, mode)).view(moved.shape).movedim(1, mode + 1)
 
 
 def symmetrize(a: Tensor) -> Tensor:
@@ -49,7 +55,7 @@ def symmetrize(a: Tensor) -> Tensor:
 
 def norms(x: Tensor) -> Tensor:
     """Frobenius norm of every slot: ``[n]``."""
-    return torch.linalg.vector_norm(x.flatten(1), dim=1)
+    return cast(Tensor, torch.linalg.vector_norm(x.flatten(1), dim=1))
 
 
 def rescale(x: Tensor, target: Tensor) -> Tensor:

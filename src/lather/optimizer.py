@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import checkpoint, rules
-from .bank import Bank, initial_state
-from .blocks import Block
-from .exchange import Exchange
+from .bank import Bank
 from .health import Watch
 from .layout import check_parameter, stored_regions
-from .options import OPTIONS, STRUCTURAL, check_options, closest
-from .plan import BankKey, Plan, Run, Spec, coalesce, make_plan
+from .options import OPTIONS, STRUCTURAL, check_options, closest, state_dtype
+from .plan import Plan, Spec, make_plan
 from .plan_report import PlanReport, check_memory
-from .store import Arena, ArenaKey, Store
+from .units import Unit, identity, make_banks, make_units
 
 RANK = 0  # this process among the ranks that share the work
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One bank with the way in and out."""
-
-    bank: Bank
-    store: Store
-    exchange: Exchange
-    members: tuple[int, ...]  # the parameters that its blocks belong to
 
 
 class Shampoo(torch.optim.Optimizer):
@@ -96,7 +83,7 @@ class Shampoo(torch.optim.Optimizer):
         """Add parameters, also between steps; they start at step 0."""
         for name in [n for n in param_group if n not in OPTIONS and n not in ("params", "param_names", "peak_lr")]:
             if name in _FLAGS:
-                _refuse_flags({flag: None for flag in _FLAGS} | {name: param_group.pop(name)})
+                _refuse_flags(dict.fromkeys(_FLAGS) | {name: param_group.pop(name)})
             elif guess := closest(name):
                 raise ValueError(f"param group has the unknown option {name!r}; did you mean {guess!r}?")
         super().add_param_group(param_group)
@@ -113,7 +100,7 @@ class Shampoo(torch.optim.Optimizer):
     # The step.
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; ``closure``, if given, computes the loss and is run first."""
         loss = None
         if closure is not None:
@@ -133,21 +120,14 @@ class Shampoo(torch.optim.Optimizer):
         return loss
 
     def _step_unit(self, unit: Unit, grads: Mapping[int, Tensor]) -> None:
-        active = {i: self._params[i] for i in unit.members if i in grads}
-        if not active:
+        params = {i: self._params[i] for i in unit.members if i in grads}
+        if not params:
             return
-        bank, group = unit.bank, self.param_groups[unit.bank.key.group]
-        momenta = {i: self.state[p]["momentum"] for i, p in active.items()} if group["momentum"] else {}
-        offsets = self._plan.offsets(bank.key.group) if group["refresh"] == "staggered" and bank.key.modes else None
-        stored = unit.store.read({i: grads[i] for i in active}, active, group)
-        directions = bank.update(
-            unit.exchange.inbound(stored),
-            [self._steps[block.param] for block in bank.blocks],
-            [block.param in active for block in bank.blocks],
-            offsets,
-            group,
-        )
-        unit.store.write(unit.exchange.outbound(directions), active, momenta, group)
+        key = unit.bank.key
+        group = self.param_groups[key.group]
+        momenta = {i: self.state[p]["momentum"] for i, p in params.items()} if group["momentum"] > 0 else {}
+        offsets = self._plan.offsets(key.group) if group["refresh"] == "staggered" and key.modes else None
+        unit.step({i: grads[i] for i in params}, params, momenta, self._steps, offsets, group)
 
     def _gradients(self) -> dict[int, Tensor]:
         grads = {i: p.grad for i, p in enumerate(self._params) if p.grad is not None}
@@ -220,7 +200,9 @@ class Shampoo(torch.optim.Optimizer):
 
     def _make_plan(self, trainable: Iterable[tuple[int, int, Tensor]]) -> Plan:
         specs = [
-            Spec(_name(self.param_groups[g], g, i), tuple(p.shape), g, str(p.device), str(p.dtype).removeprefix("torch."))
+            Spec(
+                _name(self.param_groups[g], g, i), tuple(p.shape), g, str(p.device), str(p.dtype).removeprefix("torch.")
+            )
             for g, i, p in trainable
         ]
         return make_plan(specs, self.param_groups, [stored_regions(p, (RANK,)) for *_, p in trainable])
@@ -239,49 +221,31 @@ class Shampoo(torch.optim.Optimizer):
         self._signature, self._structure = signature, structure
 
     def _build(self, plan: Plan, params: list[Tensor]) -> None:
-        """Banks for the plan; whatever state there is moves along."""
+        """Banks and units for the plan; whatever state there is moves along."""
         check_memory(plan)
-        old = {p: dict(self.state[p]) for p in params if p in self.state}
-        kept = {_identity(unit.bank, self._params): unit.bank for unit in self._units}
+        old_banks = {identity(unit.bank, self._params): unit.bank for unit in self._units}
+        banks = make_banks(plan, RANK, params, self.param_groups, old_banks)
+        old_state = {p: self.state[p] for p in params if p in self.state}
         self._plan, self._params = plan, params
-        banks = []
-        for key, numbers in plan.banks(RANK).items():
-            bank = Bank(key, numbers, [plan.blocks[i] for i in numbers], self.param_groups[key.group])
-            if same := kept.get(_identity(bank, params)):
-                same.key, same.numbers, same.blocks = bank.key, bank.numbers, bank.blocks
-                bank = same
-            self._allocate(bank)
-            banks.append(bank)
-        self._publish(banks)
-        for p, saved in old.items():
-            live = self.state[p]
-            checkpoint.copy_state(saved, {k: v for k, v in live.items() if k in saved and saved[k] is not v})
-        self._steps = [int(t) for t in self._step_tensor.tolist()]
-        self._units = _make_units(plan, banks, params, self.param_groups)
+        self._publish(banks, old_state)
+        self._steps = checkpoint.counts(self._step_tensor)
+        self._units = make_units(plan, banks, params, self.param_groups)
 
-    def _allocate(self, bank: Bank) -> None:
-        """State for the options as they are; roles that a kept bank has already keep their memory."""
-        group = self.param_groups[bank.key.group]
-        if set(bank.state) != set(initial_state(bank.key, _on_meta(bank), group)):
-            bank.state = {
-                role: bank.state.get(role, fresh) for role, fresh in initial_state(bank.key, bank.stack, group).items()
-            }
-
-    def _publish(self, banks: Iterable[Bank]) -> None:
+    def _publish(self, banks: Iterable[Bank], old: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Fill ``self.state``: every trainable parameter has an entry, flat, of tensors only."""
-        old = {p: self.state[p].get("momentum") for p in self._params if p in self.state}
-        self.state.clear()
         self._step_tensor = torch.zeros(len(self._params))
-        for i, (p, step) in enumerate(zip(self._params, self._step_tensor.unbind(), strict=True)):
-            group = self.param_groups[self._plan.specs[i].group]
-            self.state[p] = {"step": step}
+        views = [{"step": step} for step in self._step_tensor.unbind()]
+        for p, spec, entry in zip(self._params, self._plan.specs, views, strict=True):
+            group = self.param_groups[spec.group]
             if group["momentum"] > 0:
-                dtype = getattr(torch, group["state_dtype"])
-                held = old.get(p)
-                self.state[p]["momentum"] = torch.zeros_like(p, dtype=dtype) if held is None else held
+                entry["momentum"] = torch.zeros_like(p, dtype=state_dtype(group), requires_grad=False)
         for bank in banks:
             for block, role, view in bank.views():
-                self.state[self._params[block.param]][checkpoint.key(role, block.index)] = view
+                views[block.param][checkpoint.key(role, block.index)] = view
+        self.state.clear()
+        for p, entry in zip(self._params, views, strict=True):
+            checkpoint.copy_state(old.get(p, {}), entry)
+            self.state[p] = entry
 
     # Checkpoints.
 
@@ -311,8 +275,8 @@ class Shampoo(torch.optim.Optimizer):
                 group.clear()
                 group.update(before)
             raise
-        for hook in list(self._optimizer_load_state_dict_post_hooks.values()):
-            hook(self)
+        for after in list(self._optimizer_load_state_dict_post_hooks.values()):
+            after(self)
 
     def _load(self, saved: Mapping[Any, Mapping[str, Any]], ids: list[Any]) -> None:
         ours = [p for group in self.param_groups for p in group["params"]]
@@ -322,7 +286,7 @@ class Shampoo(torch.optim.Optimizer):
             checkpoint.check_state(values, self.state[p], names[p])
         for p, values in pairs:
             checkpoint.copy_state(values, self.state[p])
-        self._steps = [int(t) for t in self._step_tensor.tolist()]
+        self._steps = checkpoint.counts(self._step_tensor)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """After pickling or deepcopy the state is plain tensors; the next step or save moves it into fresh banks."""
@@ -352,46 +316,3 @@ def _refuse_restructuring(before: list[tuple[Any, ...]], now: list[tuple[Any, ..
 def _name(group: Mapping[str, Any], number: int, position: int) -> str:
     names = group.get("param_names")
     return names[position] if names else f"param_groups[{number}]['params'][{position}]"
-
-
-def _identity(bank: Bank, params: list[Tensor]) -> tuple[BankKey, tuple[tuple[int, int], ...]]:
-    return bank.key, tuple((id(params[block.param]), block.index) for block in bank.blocks)
-
-
-def _make_units(plan: Plan, banks: list[Bank], params: list[Tensor], groups: list[dict[str, Any]]) -> list[Unit]:
-    arena = Arena()
-    layouts = [(bank, _arena_keys(bank, params)) for bank in banks]
-    for bank, keys in layouts:
-        for key in keys:
-            arena.reserve(key, len(bank.blocks) * _numel(bank.blocks[0]))
-    moves: dict[int, tuple[list[Any], list[Any]]] = {i: ([], []) for i in range(len(plan.blocks))}
-    for side, all_moves in enumerate((plan.inbound, plan.outbound)):
-        for move in all_moves:
-            moves[move.block][side].append(move)
-    units = []
-    for bank, keys in layouts:
-        runs = coalesce(Run(b.param, slot, b.region.start, b.region.shape) for slot, b in enumerate(bank.blocks))
-        store = Store(runs, (len(bank.blocks), *bank.key.shape), keys, arena)
-        exchange = Exchange(*([m for i in bank.numbers for m in moves[i][side]] for side in (0, 1)))
-        members = tuple(dict.fromkeys(block.param for block in bank.blocks))
-        units.append(Unit(bank, store, exchange, members))
-    return units
-
-
-def _arena_keys(bank: Bank, params: list[Tensor]) -> list[ArenaKey]:
-    """Gradients and momenta in the compute dtype; parameters in their own where that is better."""
-    compute, device = bank.stack.compute, bank.stack.device
-    own = compute
-    for block in bank.blocks:
-        own = torch.promote_types(own, params[block.param].dtype)
-    return [("grads", device, compute), ("params", device, own), ("momenta", device, compute)]
-
-
-def _numel(block: Block) -> int:
-    return block.region.numel
-
-
-def _on_meta(bank: Bank) -> Any:
-    from dataclasses import replace
-
-    return replace(bank.stack, device=torch.device("meta"))

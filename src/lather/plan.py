@@ -11,7 +11,6 @@ from torch import Tensor
 
 from . import assign
 from .blocks import Block, Region, Shape, cut
-from .options import OPTIONS
 from .roots import resolve
 
 GEOMETRY = ("max_preconditioner_dim", "merge_dims", "large_dim", "batch_dims", "precondition_1d")
@@ -110,16 +109,13 @@ def make_plan(
 
 
 def refresh_cost(block: Block, options: Mapping[str, Any], device: str) -> float:
-    return sum(
-        assign.refresh_flops(replace(block, shape=(d,), modes=(mode,)), resolve(options["root"], d, 1, device))
-        for d, mode in zip(block.shape, block.modes, strict=False)
-    )
+    return assign.refresh_flops(block, lambda d: resolve(options["root"], d, device))
 
 
 def _load(block: Block, specs: Sequence[Spec], groups: Sequence[Mapping[str, Any]]) -> float:
     spec = specs[block.param]
     options = groups[spec.group]
-    refresh = refresh_cost(block, options, spec.device) / options["precondition_frequency"]
+    refresh: float = refresh_cost(block, options, spec.device) / options["precondition_frequency"]
     return refresh + assign.step_flops(block) + math.prod(block.shape)
 
 
@@ -202,7 +198,3 @@ def _continues(head: Run, first: Run, run: Run) -> bool:
 
 def _dot(a: Sequence[int], b: Sequence[int]) -> int:
     return sum(x * y for x, y in zip(a, b, strict=True))
-
-
-def default_options(**options: Any) -> dict[str, Any]:
-    return {name: option.default for name, option in OPTIONS.items()} | options

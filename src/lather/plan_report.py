@@ -82,7 +82,9 @@ class PlanReport:
         return "\n".join(lines)
 
 
-def plan(shapes: Mapping[str, Sequence[int]], *, device: str = "cpu", dtype: str = "float32", **given: Any) -> PlanReport:
+def plan(
+    shapes: Mapping[str, Sequence[int]], *, device: str = "cpu", dtype: str = "float32", **given: Any
+) -> PlanReport:
     """The report for parameters of these shapes, without tensors: ``{name: shape}`` and the options of ``Shampoo``."""
     group = {name: option.default for name, option in options.OPTIONS.items()}
     for name in given:
@@ -156,7 +158,7 @@ def _param_row(plan: Plan, index: int) -> ParamRow:
 def _bank_row(plan: Plan, key: BankKey, numbers: Sequence[int], roles: Mapping[str, int]) -> BankRow:
     root = plan.groups[key.group]["root"]
     sides = zip(key.shape, key.modes, strict=False)
-    solvers = tuple(spell(resolve(root, d, len(numbers), key.device)) if mode == "full" else "diagonal" for d, mode in sides)
+    solvers = tuple(spell(resolve(root, d, key.device)) if mode == "full" else "diagonal" for d, mode in sides)
     return BankRow(key.group, key.method, len(numbers), key.shape, key.modes, solvers, sum(roles.values()))
 
 

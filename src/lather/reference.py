@@ -97,9 +97,7 @@ class Block:
         self.v = torch.zeros_like(w)  # squared gradients of the diagonal method
         self.momentum = torch.zeros_like(w)
         # One per mode, d x d, or d where only the diagonal is kept; none at all for an elementwise block.
-        self.factors = [
-            w.new_zeros(d if diag else (d, d)) for d, diag in zip(w.shape, diagonal, strict=False)
-        ]
+        self.factors = [w.new_zeros(d if diag else (d, d)) for d, diag in zip(w.shape, diagonal, strict=False)]
         # None: not refreshed yet. A None inside: that mode is left alone.
         self.roots: list[Tensor | None] | None = None
 

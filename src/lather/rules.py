@@ -44,11 +44,12 @@ def decay(group: Mapping[str, Any]) -> float | Tensor:
     peak = number(group["peak_lr"])
     if not isinstance(peak, Tensor) and peak == 0:  # every step so far had learning rate 0
         return 0.0
-    return wd * (number(group["lr"]) / peak) if mode == "corrected" else wd / peak
+    per_peak: float | Tensor = wd / peak
+    return number(group["lr"]) * per_peak if mode == "corrected" else per_peak
 
 
-def update(w: Tensor, p: Tensor, m: Tensor | None, group: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Decay, momentum and the step itself: new parameter and momentum. Elements without a finite direction stay.
+def update_(w: Tensor, p: Tensor, m: Tensor | None, group: Mapping[str, Any]) -> None:
+    """Decay, momentum and the step itself, in place on ``w`` and ``m``. Elements without a finite direction stay.
 
     ``P <- P + c W``; ``M <- mu M + (1 - dampening) P``; ``P <- (1 - dampening) P + mu M`` (Nesterov) or ``M``;
     ``W <- W - lr P``.
@@ -57,10 +58,9 @@ def update(w: Tensor, p: Tensor, m: Tensor | None, group: Mapping[str, Any]) -> 
     c = decay(group)
     if isinstance(c, Tensor) or c != 0:
         p = p + w * c
-    new_m = None
     if m is not None:
-        mu, undamped = group["momentum"], p * (1 - group["dampening"]) if group["dampening"] else p
-        new_m = m * mu + undamped
-        p = undamped + new_m * mu if group["nesterov"] else new_m
-        new_m = torch.where(go, new_m, m)
-    return torch.where(go, w - p * number(group["lr"]), w), new_m
+        mu, damped = group["momentum"], p * (1 - group["dampening"])
+        new = m * mu + damped
+        p = damped + new * mu if group["nesterov"] else new
+        torch.where(go, new, m, out=m)
+    torch.where(go, w - p * number(group["lr"]), w, out=w)

@@ -52,10 +52,8 @@ class Mirror:
         torch._foreach_copy_([slot for slot, _ in pairs], [view for _, view in pairs])
         return self.stack
 
-    def save(self, stack: Tensor, tensors: Mapping[int, Tensor]) -> None:
+    def save(self, tensors: Mapping[int, Tensor]) -> None:
         """Write the slots back."""
-        if stack is not self.stack:
-            self.stack.copy_(stack)
         pairs = self._pairs(tensors, True)
         torch._foreach_copy_([view for _, view in pairs], [slot for slot, _ in pairs])
 
@@ -76,22 +74,22 @@ class Mirror:
 
 
 class Store:
-    """Reads a bank's gradients and writes its directions to the parameters that this rank stores."""
+    """Reads a bank's gradients and moves its parameters, as far as this rank stores them."""
 
-    def __init__(self, runs: Sequence[Run], shape: Sequence[int], keys: Sequence[ArenaKey], arena: Arena) -> None:
-        self.grads, self.params, self.momenta = (Mirror(runs, arena.take(key, shape)) for key in keys)
+    def __init__(self, runs: Sequence[Run], shape: Sequence[int], keys: Mapping[str, ArenaKey], arena: Arena) -> None:
+        self._mirrors = {role: Mirror(runs, arena.take(key, shape)) for role, key in keys.items()}
 
-    def read(
-        self, grads: Mapping[int, Tensor], params: Mapping[int, Tensor], group: Mapping[str, Any]
-    ) -> Tensor:
-        w = self.params.load(params, keep=True)
-        return rules.prepare_gradient(self.grads.load(grads, keep=False), w, group)
+    def read(self, grads: Mapping[int, Tensor], params: Mapping[int, Tensor], group: Mapping[str, Any]) -> Tensor:
+        """The gradients as the mathematics sees them; the parameters stay in their stack for :meth:`write`."""
+        w = self._mirrors["params"].load(params, keep=True)
+        return rules.prepare_gradient(self._mirrors["grads"].load(grads, keep=False), w, group)
 
     def write(
         self, p: Tensor, params: Mapping[int, Tensor], momenta: Mapping[int, Tensor], group: Mapping[str, Any]
     ) -> None:
-        m = self.momenta.load(momenta, keep=True) if momenta else None
-        w, m = rules.update(self.params.stack, p, m, group)
-        self.params.save(w, params)
-        if m is not None:
-            self.momenta.save(m, momenta)
+        """Apply directions: decay, momentum, learning rate."""
+        m = self._mirrors["momenta"].load(momenta, keep=True) if momenta else None
+        rules.update_(self._mirrors["params"].stack, p, m, group)
+        self._mirrors["params"].save(params)
+        if momenta:
+            self._mirrors["momenta"].save(momenta)

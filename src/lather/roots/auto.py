@@ -8,6 +8,9 @@ from .base import RootSolver
 from .eigh import Eigh
 
 
-def choose(d: int, n: int, device: torch.device | str) -> RootSolver:
-    """The solver for stacks of `n` matrices of size `d` on `device`: eigh, until a measurement says otherwise."""
+def choose(d: int, device: torch.device | str) -> RootSolver:
+    """The solver for matrices of size `d` on `device`: eigh, until a measurement says otherwise.
+
+    How many there are is left out on purpose: it differs between ranks, and what a warm start keeps must not.
+    """
     return Eigh()

@@ -29,8 +29,8 @@ class RootSolver(ABC):
 
     The call takes a stack `a` [n, d, d] in float32 or float64 and returns roots in that dtype. A slot that is
     not finite or does not converge has `ok` False and the identity for a value; it raises nothing and leaves
-    the other slots as they would be alone. On one CPU thread a slot gets the same bits in every stack. A solver
-    with a warm start replaces entries of `state`; the caller keeps them for the slots that are ok.
+    the other slots as they would be alone. On one CPU thread a slot gets the same bits in every stack.
+    A solver with a warm start replaces entries of `state`; the caller keeps them for the slots that are ok.
     """
 
     name: ClassVar[str]

@@ -11,7 +11,7 @@ from .coupled import Coupled
 @final
 @dataclass(frozen=True)
 class HigherOrder(Coupled):
-    """The coupled iteration with `order` terms: each costs a product a round and saves rounds; 2 is Newton."""
+    """The coupled iteration with `order` terms: each costs one product and saves rounds. 2 is Newton."""
 
     name: ClassVar[str] = "higher_order"
     order: int = 3

@@ -70,7 +70,7 @@ def symmetrize(a: Tensor) -> Tensor:
 
 
 def normalize(a: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor]:
-    """`a / c` and `c` [n, 1, 1], the power of two with `c <= max(|a|, floor) < 2c`; 1 where that maximum is 0.
+    """`a / c` and `c` [n, 1, 1], the power of two with `c <= max(|a|, floor) < 2c`; 1 if that maximum is 0.
 
     Division by it is exact, and afterwards squares neither overflow nor vanish.
     """
@@ -83,8 +83,8 @@ def normalize(a: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor]:
 def power(x: Tensor, exponent: float) -> Tensor:
     """`x^exponent` elementwise for [n, d], as float64, the same bits for a slot whatever the stack around it.
 
-    `pow` takes different code in the vector body and in the tail of an array; rows padded to whole vectors have
-    no tail.
+    `pow` runs different code in the vector body and in the tail of an array; rows padded to whole vectors
+    have no tail.
     """
     d = x.shape[-1]
     rows = torch.nn.functional.pad(x.double(), (0, -d % 64), value=1.0)

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple, final
 import torch
 from torch import Tensor
 
-from .base import Basis, EigenSolver, Root, lift
+from .base import Basis, EigenSolver, Root, lift, settle
 from .eigh import decompose
 from .numerics import eye_like, normalize, power, symmetrize
 
@@ -32,15 +32,15 @@ class Qr(EigenSolver):
     `phi_ij = -sinh(e r / 2) / sinh(r / 2)`, `r = log((lambda_j + eps) / (lambda_i + eps))`, `|phi K| <= 1/2`:
     the Daleckii-Krein formula `F_ij = f[lambda_i, lambda_j] S_ij` without units and without cancellation.
 
-    The residual is `||K||_F / sqrt(d)`, where eigenvalues below the rounding noise of `S` count as that noise;
-    the error of the root is about a third of its square. Slots with more than `tolerance` (a cold start, a
+    The residual is `||K||_F / sqrt(d)`, where eigenvalues below the rounding noise of `S` count as the noise.
+    The error of the root is about a third of its square. Slots with more than `tolerance` (a cold start, a
     factor that moved far) get their basis from eigh: one host read per call to see whether there are any (and
     eigh's own if so), none with `tolerance=inf`. A slot whose `F` is not positive definite is not ok.
     """
 
     name: ClassVar[str] = "qr"
     iterations: int = 1
-    tolerance: float = 0.4
+    tolerance: float = 0.3
 
     def __post_init__(self) -> None:
         if not (isinstance(self.iterations, int) and self.iterations >= 1):
@@ -76,7 +76,7 @@ class Qr(EigenSolver):
         q, s = _project(a, q)
         frame = Frame(q, s, torch.linalg.vector_norm(_coupling(s, ridge), dim=(1, 2)) / a.shape[-1] ** 0.5)
         frame = self._rescued(a, frame)
-        state["Q"] = frame.q
+        state["Q"] = settle(frame.q, torch.isfinite(frame.residual))[0]
         return frame
 
     def _rescued(self, a: Tensor, frame: Frame) -> Frame:
@@ -95,7 +95,8 @@ def _round(a: Tensor, q: Tensor) -> Tensor:
     Rayleigh quotient: a round then goes on from the last one, and in another order it would undo it."""
     b = a @ q
     order = (q * b).sum(1).argsort(dim=1, descending=True, stable=True)
-    return torch.linalg.qr(b.take_along_dim(order[:, None, :], 2))[0]
+    new: Tensor = torch.linalg.qr(b.take_along_dim(order[:, None, :], 2))[0]
+    return new
 
 
 def _project(a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +121,7 @@ def _coupling(s: Tensor, ridge: Tensor) -> Tensor:
 def _first_order(values: Tensor, k: Tensor, e: float) -> Tensor:
     """`phi * k`, capped, for ridged eigenvalues [n, d] in float64.
 
-    `phi = (g_j/g_i - g_i/g_j) / (t_j/t_i - t_i/t_j)` with `g = values^(-e/2)`, `t = values^(1/2)`: even in `r`,
+    `phi = (g_j/g_i - g_i/g_j) / (t_j/t_i - t_i/t_j)`, `g = values^(-e/2)`, `t = values^(1/2)`, is even in `r`,
     so up to `r = eps_machine^(1/3)` its limit `-e` is as accurate as the quotient is beyond.
     """
     top = _antisymmetric_ratio(power(values, -e / 2).to(k.dtype))

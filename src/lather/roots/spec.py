@@ -6,7 +6,7 @@ import ast
 import difflib
 import math
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -20,8 +20,8 @@ from .qr import Qr
 SOLVERS: dict[str, type[RootSolver]] = {s.name: s for s in (Eigh, Newton, HigherOrder, Qr)}
 
 
-def parse(spec: str | RootSolver) -> RootSolver | Literal["auto"]:
-    """The solver that `spec` spells: a name, or a name with options; `"auto"` stays what it is.
+def parse(spec: str | RootSolver) -> RootSolver:
+    """The solver that `spec` spells: a name, or a name with options.
 
     >>> parse("newton(iterations=20)")
     Newton(iterations=20, tolerance=0.01, relative_eps=1e-06)
@@ -29,7 +29,7 @@ def parse(spec: str | RootSolver) -> RootSolver | Literal["auto"]:
     if isinstance(spec, RootSolver):
         return spec
     if spec == "auto":
-        return "auto"
+        raise ValueError('root="auto" is no solver before the size of the matrices is known; use resolve')
     name, options = _read(spec)
     if name not in SOLVERS:
         raise ValueError(f"root={spec!r} is not a root solver; allowed: {_names()}{_hint(name)}")
@@ -40,20 +40,17 @@ def parse(spec: str | RootSolver) -> RootSolver | Literal["auto"]:
         raise ValueError(f"root={spec!r}: {error}; options of {name}: {known}") from None
 
 
-def resolve(spec: str | RootSolver, d: int, n: int, device: torch.device | str) -> RootSolver:
-    """`parse`, with `"auto"` decided for stacks of `n` matrices of size `d`."""
-    solver = parse(spec)
-    return choose(d, n, device) if solver == "auto" else solver
+def resolve(spec: str | RootSolver, d: int, device: torch.device | str) -> RootSolver:
+    """`parse`, with `"auto"` decided for matrices of size `d`."""
+    return choose(d, device) if spec == "auto" else parse(spec)
 
 
-def spell(solver: RootSolver | Literal["auto"]) -> str:
+def spell(solver: RootSolver) -> str:
     """The string that `parse` reads back: options that differ from their defaults only.
 
     >>> spell(Newton(iterations=20)), spell(Eigh())
     ('newton(iterations=20)', 'eigh')
     """
-    if isinstance(solver, str):
-        return solver
     values = [(f, getattr(solver, f.name)) for f in fields(solver)]  # type: ignore[arg-type]
     options = ", ".join(f"{f.name}={value!r}" for f, value in values if value != f.default)
     return f"{solver.name}({options})" if options else solver.name

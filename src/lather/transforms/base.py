@@ -79,6 +79,7 @@ class Preconditioner(ABC):
     def init(self, stack: Stack, group: Mapping[str, Any]) -> State:
         """Fresh state."""
 
+    @abstractmethod
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
         """Take in a gradient ``[n, ...]``, in place. Slots that are not alive have a zero gradient and keep their bits."""
 

@@ -21,6 +21,9 @@ class Sgd(Preconditioner):
     def init(self, stack: Stack, group: Mapping[str, Any]) -> State:
         return {}
 
+    def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
+        """Nothing to remember."""
+
     def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
         return u
 

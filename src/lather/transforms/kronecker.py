@@ -32,7 +32,7 @@ class Kronecker(Preconditioner):
                 state[f"L{i}"] = stack.zeros(d, d)
                 state[f"X{i}"] = stack.zeros(d, d)
                 state[f"X{i}"].diagonal(dim1=1, dim2=2).fill_(1)
-                solver = roots.resolve(group["root"], d, stack.n, stack.device)
+                solver = roots.resolve(group["root"], d, stack.device)
                 warm = solver.init(stack.n, d, stack.dtype, stack.device)
                 state |= {f"{role}{i}": value for role, value in warm.items()}
             else:
@@ -57,31 +57,16 @@ class Kronecker(Preconditioner):
             return None
         index = None if len(slots) == len(ctx.alive) else torch.tensor(slots).to(ctx.alive.device, non_blocking=True)
         correction = ctx.factor_correction()
+        bc2 = _take(correction, index) if isinstance(correction, Tensor) else correction
+        fresh: State = {}
         ok = torch.ones(len(slots), dtype=torch.bool, device=ctx.alive.device)
         for i in range(order):
             a = _take(state[f"L{i}"], index).to(ctx.alive.dtype)
-            bc2 = correction if isinstance(correction, float) else _take(correction, index)
             a = a / per_slot(bc2, a)
-            ok &= self._refresh_mode(state, i, a, e, index, ctx)
+            ok &= _diagonal_root(i, a, e, ctx, fresh) if a.dim() == 2 else _root(i, a, e, index, ctx, state, fresh)
+        for role, value in fresh.items():  # a block takes all its new roots or none
+            _put(state[role], index, value, ok)
         return ok
-
-    def _refresh_mode(
-        self, state: State, i: int, a: Tensor, e: float, index: Tensor | None, ctx: Context
-    ) -> Tensor:
-        eps = ctx.group["eps"]
-        if a.dim() == 2:  # float64: elementwise pow in float32 is not the same in every place of a stack
-            value = (a.double() + eps).pow(-e).to(a.dtype)
-            ok = value.isfinite().all(1)
-            _put(state[f"X{i}"], index, value, ok)
-            return ok
-        solver = roots.resolve(ctx.group["root"], a.shape[-1], len(ctx.alive), a.device)
-        roles = solver.init(0, a.shape[-1], a.dtype, a.device)
-        warm = {role: _take(state[f"{role}{i}"], index).to(a.dtype) for role in roles}
-        root = roots.solve(solver, symmetrize(a), e, eps, warm)
-        for role, value in warm.items():
-            _put(state[f"{role}{i}"], index, value, root.ok)
-        _put(state[f"X{i}"], index, root.value, root.ok)
-        return root.ok
 
     def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
         order = u.dim() - 1
@@ -92,13 +77,31 @@ class Kronecker(Preconditioner):
         return u
 
 
+def _root(i: int, a: Tensor, e: float, index: Tensor | None, ctx: Context, state: State, fresh: State) -> Tensor:
+    """Solve for a mode's roots, from the warm start in ``state`` if the solver has one, into ``fresh``."""
+    d = a.shape[-1]
+    solver = roots.resolve(ctx.group["root"], d, a.device)
+    roles = solver.init(0, d, a.dtype, a.device)
+    warm = {role: _take(state[f"{role}{i}"], index).to(a.dtype) for role in roles}
+    root = roots.solve(solver, symmetrize(a), e, ctx.group["eps"], warm)
+    fresh |= {f"{role}{i}": value for role, value in warm.items()}
+    fresh[f"X{i}"] = root.value
+    return root.ok
+
+
+def _diagonal_root(i: int, a: Tensor, e: float, ctx: Context, fresh: State) -> Tensor:
+    # In float64, because elementwise pow in float32 depends on the place in a stack (vector body or scalar tail).
+    fresh[f"X{i}"] = (a.double() + ctx.group["eps"]).pow(-e).to(a.dtype)
+    return fresh[f"X{i}"].isfinite().all(1)
+
+
 def _take(x: Tensor, index: Tensor | None) -> Tensor:
     return x if index is None else x[index]
 
 
 def _put(target: Tensor, index: Tensor | None, value: Tensor, ok: Tensor) -> None:
     """Write the slots that are ok; the others keep what they have."""
-    kept = torch.where(per_slot(ok, value), value.to(target.dtype), _take(target, index))  # type: ignore[arg-type]
+    kept = torch.where(per_slot(ok, value), value.to(target.dtype), _take(target, index))
     if index is None:
         target.copy_(kept)
     else:
