@@ -32,15 +32,16 @@ class Qr(EigenSolver):
     `phi_ij = -sinh(e r / 2) / sinh(r / 2)`, `r = log((lambda_j + eps) / (lambda_i + eps))`, `|phi K| <= 1/2`:
     the Daleckii-Krein formula `F_ij = f[lambda_i, lambda_j] S_ij` without units and without cancellation.
 
-    The residual is `||K||_F / sqrt(d)`, where eigenvalues below the rounding noise of `S` count as the noise.
-    The error of the root is about a third of its square. Slots with more than `tolerance` (a cold start, a
-    factor that moved far) get their basis from eigh: one host read per call to see whether there are any (and
-    eigh's own if so), none with `tolerance=inf`. A slot whose `F` is not positive definite is not ok.
+    The residual is the largest row norm of `K`, eigenvalues below the rounding of `S` counting as noise.
+    The relative error of the root is up to half of its square for e = 1/2, a quarter for e = 1/4
+    (measured). Slots with more than `tolerance` (a cold start, a factor that moved far) get their basis from
+    eigh: one host read per call to see whether there are any (and eigh's own if so), none with
+    `tolerance=inf`. A slot whose `F` is not positive definite is not ok.
     """
 
     name: ClassVar[str] = "qr"
     iterations: int = 1
-    tolerance: float = 0.3
+    tolerance: float = 0.5
 
     def __post_init__(self) -> None:
         if not (isinstance(self.iterations, int) and self.iterations >= 1):
@@ -74,8 +75,8 @@ class Qr(EigenSolver):
         for _ in range(self.iterations):
             q = _round(a, q)
         q, s = _project(a, q)
-        frame = Frame(q, s, torch.linalg.vector_norm(_coupling(s, ridge), dim=(1, 2)) / a.shape[-1] ** 0.5)
-        frame = self._rescued(a, frame)
+        residual = torch.linalg.vector_norm(_coupling(s, ridge), dim=2).amax(1)
+        frame = self._rescued(a, Frame(q, s, residual))
         state["Q"] = settle(frame.q, torch.isfinite(frame.residual))[0]
         return frame
 
@@ -121,8 +122,8 @@ def _coupling(s: Tensor, ridge: Tensor) -> Tensor:
 def _first_order(values: Tensor, k: Tensor, e: float) -> Tensor:
     """`phi * k`, capped, for ridged eigenvalues [n, d] in float64.
 
-    `phi = (g_j/g_i - g_i/g_j) / (t_j/t_i - t_i/t_j)`, `g = values^(-e/2)`, `t = values^(1/2)`, is even in `r`,
-    so up to `r = eps_machine^(1/3)` its limit `-e` is as accurate as the quotient is beyond.
+    `phi = (g_j/g_i - g_i/g_j) / (t_j/t_i - t_i/t_j)`, `g = values^(-e/2)`, `t = values^(1/2)`. It is even in
+    `r`, so up to `r = eps_machine^(1/3)` its limit `-e` is as accurate as the quotient is beyond.
     """
     top = _antisymmetric_ratio(power(values, -e / 2).to(k.dtype))
     bottom = _antisymmetric_ratio(power(values, 0.5).to(k.dtype))

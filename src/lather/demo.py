@@ -1,0 +1,324 @@
+"""Train one small network on scikit-learn's digits with lather, AdamW and SGD at the same budget; a table and a plot.
+
+The three share everything but the optimizer: images, initial weights, batches and their order, number of steps, and the
+shape of the schedule (linear warm-up over a tenth of the steps, then a cosine to zero). Learning rates come from one grid
+for all three, by the loss on a validation split of the training images; the test images have no part in it. lather has
+AdamW's weight decay and betas, and its own defaults otherwise.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from .optimizer import Shampoo
+
+EPOCHS, REPEATS, BATCH = 15, 3, 64
+NUM_TRAIN, NUM_VALID = 1500, 300  # of 1797 images; validation is the end of the training images, test is the rest
+LOOK_EVERY = 5  # steps between two looks at loss and accuracy
+TARGET_LOSS, TARGET_ACCURACY = 0.05, 0.97
+GRID = tuple(0.0005 * 2**k for k in range(10))
+SWEEP_SEED = 1000  # added to the seed, so that the sweep's initial weights and batches are not the demo's
+
+OPTIMIZERS: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
+    "lather": lambda model, lr: Shampoo(model.named_parameters(), lr=lr, weight_decay=0.01),
+    "AdamW": lambda model, lr: torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01),
+    "SGD": lambda model, lr: torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True, weight_decay=5e-4),
+}
+# The lowest validation losses of `python -m lather demo --sweep`.
+LEARNING_RATES = {"lather": 0.004, "AdamW": 0.004, "SGD": 0.064}
+COLORS = {"lather": "#0072b2", "AdamW": "#d55e00", "SGD": "#7a7a7a"}
+
+
+class MissingExtra(Exception):
+    """A package that only the demo needs is not there."""
+
+
+class Split(NamedTuple):
+    images: Tensor  # [n, 1, 8, 8]
+    labels: Tensor  # [n]
+
+
+class Job(NamedTuple):
+    optimizer: str
+    lr: float
+    seed: int
+    epochs: int
+
+
+class Look(NamedTuple):
+    step: int
+    loss: float  # on all training images
+    held_loss: float  # on the held-out images
+    held_accuracy: float
+
+
+class Run(NamedTuple):
+    looks: list[Look]
+    step_ms: float  # forward, backward and optimizer; looks not counted
+    state_bytes: int
+
+
+# The two commands.
+
+
+def demo(seed: int, epochs: int, repeats: int, out: Path) -> str:
+    """Train with each optimizer ``repeats`` times, write ``out/demo.png`` and return the table."""
+    require("sklearn.datasets", "matplotlib.figure")
+    out.mkdir(parents=True, exist_ok=True)
+    training, test = load_digits()
+    runs = {}
+    for name, lr in LEARNING_RATES.items():
+        jobs = [Job(name, lr, seed + i, epochs) for i in range(repeats)]
+        runs[name] = train_all(name, jobs, training, test, LOOK_EVERY)
+    plot(runs, out / "demo.png")
+    return "\n".join([*table(runs), "", f"plot: {out / 'demo.png'}"])
+
+
+def sweep(seed: int, epochs: int, repeats: int) -> str:
+    """Final validation loss of each optimizer at each learning rate of the grid; the lowest of a column is starred."""
+    require("sklearn.datasets")
+    training, validation = split_validation(load_digits()[0])
+    columns = {}
+    for name in OPTIMIZERS:
+        jobs = [Job(name, lr, seed + SWEEP_SEED + i, epochs) for lr in GRID for i in range(repeats)]
+        losses = [run.looks[-1].held_loss for run in train_all(name, jobs, training, validation, sys.maxsize)]
+        columns[name] = [statistics.fmean(losses[i : i + repeats]) for i in range(0, len(losses), repeats)]
+    return "\n".join(sweep_table(columns))
+
+
+# Data and model.
+
+
+def require(*modules: str) -> None:
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise MissingExtra(f"the demo needs scikit-learn and matplotlib ({error}); pip install lather[demo]") from error
+
+
+def load_digits() -> tuple[Split, Split]:
+    """Training and test images. The division is the same for every seed, so a test image is one for the sweep too."""
+    from sklearn import datasets
+
+    digits = datasets.load_digits()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    images = torch.from_numpy(digits.images).float()[order].unsqueeze(1) / 16
+    labels = torch.from_numpy(digits.target).long()[order]
+    return Split(images[:NUM_TRAIN], labels[:NUM_TRAIN]), Split(images[NUM_TRAIN:], labels[NUM_TRAIN:])
+
+
+def split_validation(data: Split) -> tuple[Split, Split]:
+    return Split(*(x[:-NUM_VALID] for x in data)), Split(*(x[-NUM_VALID:] for x in data))
+
+
+def make_model(seed: int) -> nn.Module:
+    """38,282 parameters."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(512, 64),
+            nn.ReLU(),
+            nn.Linear(64, 10),
+        )
+
+
+# Training.
+
+
+def train_all(name: str, jobs: Sequence[Job], training: Split, held_out: Split, look_every: int) -> list[Run]:
+    with one_thread(), progress(name, sum(num_steps(job, training) for job in jobs)) as tick:
+        return [train(job, training, held_out, look_every, tick) for job in jobs]
+
+
+def train(job: Job, training: Split, held_out: Split, look_every: int, tick: Callable[[], None]) -> Run:
+    model, total = make_model(job.seed), num_steps(job, training)
+    optimizer = OPTIMIZERS[job.optimizer](model, job.lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, total))
+    looks, seconds = [], 0.0
+    for step, batch in enumerate(batches(job, len(training.labels)), start=1):
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        cross_entropy(model(training.images[batch]), training.labels[batch]).backward()
+        optimizer.step()
+        seconds += time.perf_counter() - begin
+        schedule.step()
+        if step % look_every == 0 or step == total:
+            looks.append(Look(step, evaluate(model, training)[0], *evaluate(model, held_out)))
+        tick()
+    return Run(looks, 1e3 * seconds / total, state_bytes(optimizer))
+
+
+def num_steps(job: Job, training: Split) -> int:
+    return job.epochs * (len(training.labels) // BATCH)
+
+
+def batches(job: Job, num_images: int) -> Iterator[Tensor]:
+    """Indices of full batches; what does not fill one sits the epoch out."""
+    generator = torch.Generator().manual_seed(job.seed)
+    for _ in range(job.epochs):
+        order = torch.randperm(num_images, generator=generator)
+        yield from order[: num_images // BATCH * BATCH].split(BATCH)
+
+
+def lr_factor(step: int, total: int) -> float:
+    """Linear warm-up over a tenth of the steps, then a cosine to zero.
+
+    >>> [round(lr_factor(step, 100), 2) for step in (0, 4, 9, 55, 100)]
+    [0.1, 0.5, 1.0, 0.5, 0.0]
+    """
+    warm = max(1, total // 10)
+    if step < warm:
+        return (step + 1) / warm
+    return 0.5 + 0.5 * math.cos(math.pi * (step - warm) / max(1, total - warm))
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: Split) -> tuple[float, float]:
+    """Loss and accuracy."""
+    logits = model(data.images)
+    return cross_entropy(logits, data.labels).item(), (logits.argmax(1) == data.labels).float().mean().item()
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    tensors = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The order of a sum depends on the number of threads, so a seed's table would too; and this network is too small for two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# What is shown.
+
+
+@contextmanager
+def progress(name: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal; elsewhere one line at the end."""
+    done, begin, live = 0, time.perf_counter(), sys.stderr.isatty()
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        if live and (done * 100 // total != (done - 1) * 100 // total):
+            bar = "#" * (done * 40 // total)
+            print(f"\r{name:<8}[{bar:<40}] {done * 100 // total:3d}%", end="", file=sys.stderr, flush=True)
+
+    yield tick
+    start = " " if live else f"{name:<8}"
+    print(f"{start}{done} steps in {time.perf_counter() - begin:.1f} s", file=sys.stderr)
+
+
+class Column(NamedTuple):
+    title: str
+    decimals: int
+    value: Callable[[Run], float | None]
+
+
+COLUMNS = (
+    Column("train loss", 4, lambda run: run.looks[-1].loss),
+    Column("test accuracy %", 2, lambda run: 100 * run.looks[-1].held_accuracy),
+    Column(f"steps to loss {TARGET_LOSS:g}", 0, lambda run: first(run, lambda look: look.loss <= TARGET_LOSS)),
+    Column(f"steps to {TARGET_ACCURACY:.0%}", 0, lambda run: first(run, lambda look: look.held_accuracy >= TARGET_ACCURACY)),
+    Column("ms per step", 2, lambda run: run.step_ms),
+    Column("state MiB", 2, lambda run: run.state_bytes / 2**20),
+)
+
+
+def first(run: Run, reached: Callable[[Look], bool]) -> int | None:
+    """The first step at which a look found it so."""
+    return next((look.step for look in run.looks if reached(look)), None)
+
+
+def table(runs: Mapping[str, Sequence[Run]]) -> list[str]:
+    """One row per optimizer: mean and standard deviation over its runs."""
+    header = ["optimizer", "lr", *(column.title for column in COLUMNS)]
+    rows = [
+        [name, f"{LEARNING_RATES[name]:g}", *(spread(map(column.value, repeats), column.decimals) for column in COLUMNS)]
+        for name, repeats in runs.items()
+    ]
+    return align([header, *rows])
+
+
+def sweep_table(columns: Mapping[str, Sequence[float]]) -> list[str]:
+    best = {name: min(losses) for name, losses in columns.items()}
+    rows = [
+        [f"{lr:g}", *(f"{losses[i]:.4f}{' *' if losses[i] == best[name] else '  '}" for name, losses in columns.items())]
+        for i, lr in enumerate(GRID)
+    ]
+    return align([["lr", *(f"{name}  " for name in columns)], *rows])
+
+
+def spread(values: Iterable[float | None], decimals: int) -> str:
+    """Mean and standard deviation; a dash if a run never got there.
+
+    >>> spread([1.0, 2.0, 3.0], 1), spread([2.0], 1), spread([1.0, None], 1)
+    ('2.0 ± 1.0', '2.0', '-')
+    """
+    known = list(values)
+    numbers = [x for x in known if x is not None]
+    if len(numbers) < len(known):
+        return "-"
+    mean = f"{statistics.fmean(numbers):.{decimals}f}"
+    deviation = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
+    return f"{mean} ± {deviation:.{decimals}f}" if deviation else mean
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """First column left, the others right."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+        for row in rows
+    ]
+
+
+def plot(runs: Mapping[str, Sequence[Run]], path: Path) -> None:
+    """Training loss and test accuracy by step: means, with the range over the runs shaded."""
+    from matplotlib.figure import Figure  # without pyplot: no global state, and the Agg canvas
+
+    figure = Figure(figsize=(11, 4.4), dpi=150, layout="constrained")
+    loss, accuracy = figure.subplots(1, 2)
+    for name, repeats in runs.items():
+        draw(loss, name, repeats, lambda look: look.loss)
+        draw(accuracy, name, repeats, lambda look: 100 * look.held_accuracy)
+    loss.set(title="Training loss", yscale="log", ylabel="cross entropy, all training images")
+    accuracy.set(title="Test accuracy", ylabel="% of test images", ylim=(90, 100))
+    for axes in (loss, accuracy):
+        axes.set_xlabel("step")
+        axes.grid(color="#e6e6e6", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlim(left=0)
+    accuracy.legend(frameon=False, loc="lower right")
+    figure.savefig(path)
+
+
+def draw(axes: Any, name: str, repeats: Sequence[Run], value: Callable[[Look], float]) -> None:
+    steps = [look.step for look in repeats[0].looks]
+    values = torch.tensor([[value(look) for look in run.looks] for run in repeats])
+    axes.fill_between(steps, values.amin(0), values.amax(0), color=COLORS[name], alpha=0.15, linewidth=0)
+    axes.plot(steps, values.mean(0), color=COLORS[name], linewidth=1.8, label=f"{name}, lr {LEARNING_RATES[name]:g}")

@@ -1,0 +1,474 @@
+"""Checkpoints: bitwise resume through every door, live memory kept, and loads that are refused."""
+
+import copy
+import io
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as api
+
+import lather
+
+SHAPES = {"weight": (6, 5), "twin": (6, 5), "conv": (4, 3, 2, 2), "bias": (6,), "scale": (), "none": (0, 2)}
+FAST: dict[str, Any] = {"precondition_frequency": 3, "weight_decay": 0.1, "max_preconditioner_dim": 4}
+
+
+class Model(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+
+
+def set_grads(params: Iterable[Tensor], t: int) -> None:
+    """`twin` has no gradient on some steps, so that the parameters' steps differ."""
+    for i, p in enumerate(params):
+        w = p.detach().float()
+        p.grad = ((w + 0.1 * t).sin() + 0.3 * w).to(p.dtype)
+        if i == 1 and t % 4 == 1:
+            p.grad = None
+
+
+def all_params(opt: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in opt.param_groups for p in group["params"]]
+
+
+def train(opt: torch.optim.Optimizer, steps: int, start: int = 0) -> None:
+    """With a learning rate that rises and falls."""
+    for t in range(start, start + steps):
+        for group in opt.param_groups:
+            group["lr"] = 0.05 / (1 + abs(t - 3))
+        set_grads(all_params(opt), t)
+        opt.step()
+
+
+def snapshot(opt: torch.optim.Optimizer) -> list[Any]:
+    return [(p.detach().clone(), {k: v.clone() for k, v in opt.state.get(p, {}).items()}) for p in all_params(opt)]
+
+
+def options_of(opt: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{k: v for k, v in group.items() if k != "params"} for group in opt.param_groups]
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Bit for bit, dtypes and keys included."""
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def through_file(saved: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def pair(steps: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """A model and optimizer after some steps, and a fresh pair with the same parameters but another lr and eps."""
+    model = Model(dtype)
+    opt = lather.Shampoo(model.named_parameters(), lr=0.01, **FAST | options)
+    train(opt, steps)
+    fresh = copy.deepcopy(model)
+    return model, opt, fresh, lather.Shampoo(fresh.named_parameters(), lr=3.0, eps=0.5, **FAST | options)
+
+
+CASES: list[dict[str, Any]] = [
+    *({"root": root} for root in ("eigh", "newton", "higher_order", "qr")),
+    *({"graft": graft} for graft in ("adam", "rmsprop", "adagrad", "sgd", None)),
+    {"momentum": 0.9, "nesterov": True, "dampening": 0.1, "weight_decay_mode": "corrected"},
+    {"refresh": "staggered", "weight_decay_mode": "independent", "momentum": 0.5},
+    {"refresh": "staggered", "root": "qr", "start_preconditioning_step": 5},
+    {"betas": (0.0, 1.0), "precondition_1d": True},
+    {"betas": (0.8, 0.9), "beta3": 0.5, "bias_correction": False, "large_dim": "diagonal"},
+    {"large_dim": "adagrad", "exponent": {2: 0.5, 3: 0.25}, "maximize": True},
+    {"state_dtype": "bfloat16", "momentum": 0.9},
+    {"state_dtype": torch.float64, "root": lather.Qr(iterations=2), "batch_dims": 0},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_resume(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Saved before the first refresh, at one and between two; 15 steps on, everything is bitwise the same."""
+    for k in (1, 6, 8):
+        _, opt, _, fresh = pair(k, dtype, **options)
+        saved = through_file(opt.state_dict())
+        fresh.load_state_dict(saved)
+        assert_same(snapshot(fresh), snapshot(opt))
+        assert options_of(fresh) == options_of(opt)
+        for state in fresh.state.values():
+            expected = getattr(torch, fresh.param_groups[0]["state_dtype"])
+            assert {v.dtype for key, v in state.items() if key != "step"} <= {expected}
+        train(opt, 15, k)
+        train(fresh, 15, k)
+        assert_same(snapshot(fresh), snapshot(opt))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_loading_copies_into_the_live_state(momentum: float) -> None:
+    _, opt, _, other = pair(5, momentum=momentum, root="qr")
+    saved = copy.deepcopy(opt.state_dict())
+    train(other, 2)
+    before = {p: dict(state) for p, state in other.state.items()}
+    pointers = [[v.data_ptr() for v in state.values()] for state in before.values()]
+    other.load_state_dict(saved)
+    for p, state in before.items():
+        assert list(other.state[p]) == list(state)
+        assert all(other.state[p][key] is value for key, value in state.items())
+    assert [[v.data_ptr() for v in other.state[p].values()] for p in before] == pointers
+    assert_same([s for _, s in snapshot(other)], [s for _, s in snapshot(opt)])
+    loaded = snapshot(other)
+    for state in saved["state"].values():
+        for value in state.values():
+            value.fill_(7)
+    assert_same(snapshot(other), loaded)
+
+
+def test_the_live_state_is_what_the_step_uses() -> None:
+    """The tensors in `opt.state` are not copies: what is written there changes the next step."""
+    _, opt, _, other = pair(5)
+    other.load_state_dict(opt.state_dict())
+    first = all_params(other)[0]
+    for key, value in other.state[first].items():
+        if key.startswith("X0"):
+            value.mul_(-1)
+    train(opt, 1, 4)
+    train(other, 1, 4)
+    ours, theirs = snapshot(other), snapshot(opt)
+    assert not torch.equal(ours[0][0], theirs[0][0])
+    assert_same(ours[2:], theirs[2:])
+
+
+def test_file_holds_every_number_once() -> None:
+    """Blocks are views of larger memory; the file is no larger than the state all the same."""
+    model = nn.Linear(64, 256)
+    opt = lather.Shampoo(model.parameters(), max_preconditioner_dim=32)
+    buffer = io.BytesIO()
+    torch.save(opt.state_dict(), buffer)
+    views = [v for state in opt.state.values() for v in state.values()]
+    assert buffer.tell() < 1.2 * sum(v.nbytes for v in views) + 500 * len(views)
+
+
+def test_lists_for_tuples() -> None:
+    """What a format without tuples makes of the groups."""
+    _, opt, _, fresh = pair(4, betas=(0.8, 0.9), exponent={2: 0.5})
+    saved = opt.state_dict()
+    for group in saved["param_groups"]:
+        group["betas"] = list(group["betas"])
+        group["exponent"] = [list(item) for item in group["exponent"]]
+    fresh.load_state_dict(saved)
+    assert fresh.param_groups[0]["betas"] == (0.8, 0.9)
+    train(opt, 5, 4)
+    train(fresh, 5, 4)
+    assert_same(snapshot(fresh), snapshot(opt))
+
+
+@pytest.mark.parametrize("refresh", ["together", "staggered"])
+def test_resume_with_a_frozen_parameter(refresh: str) -> None:
+    """Frozen at the time of the checkpoint, thawed later: it continues where it was, and so do the others."""
+    model, opt, fresh_model, fresh = pair(5, refresh=refresh)
+    pairs = ((model, opt), (fresh_model, fresh))
+    for m, _ in pairs:
+        m.weight.requires_grad_(False)
+        m.weight.grad = None
+    fresh.load_state_dict(through_file(opt.state_dict()))
+    for m, o in pairs:
+        for t in range(5, 10):
+            set_grads(m.parameters(), t)
+            m.weight.grad = None
+            o.step()
+        m.weight.requires_grad_(True)
+        train(o, 5, 10)
+    assert opt.state[model.weight]["step"] == 10
+    assert_same(snapshot(fresh), snapshot(opt))
+
+
+def test_several_groups() -> None:
+    def make() -> tuple[Model, lather.Shampoo]:
+        model = Model()
+        first, *rest = model.named_parameters()
+        groups = [{"params": [first], "lr": 0.5, "graft": "sgd"}, {"params": rest, "momentum": 0.9}]
+        return model, lather.Shampoo(groups, **FAST)
+
+    (model, opt), (fresh_model, fresh) = make(), make()
+    train(opt, 4)
+    fresh_model.load_state_dict(model.state_dict())
+    fresh.load_state_dict(through_file(opt.state_dict()))
+    train(opt, 5, 4)
+    train(fresh, 5, 4)
+    assert_same(snapshot(fresh), snapshot(opt))
+
+
+def test_saving_before_the_first_step() -> None:
+    _, opt, _, fresh = pair(0, momentum=0.9)
+    saved = through_file(opt.state_dict())
+    assert set(saved["state"]) == set(range(len(SHAPES)))
+    fresh.load_state_dict(saved)
+    train(opt, 5)
+    train(fresh, 5)
+    assert_same(snapshot(fresh), snapshot(opt))
+
+
+# torch.distributed.checkpoint in one process.
+
+API_OPTIONS = {
+    "nested": {},
+    "flattened": {"flatten_optimizer_state_dict": True},
+    "offloaded": {"cpu_offload": True},
+    "full": {"full_state_dict": True},
+    "all": {"full_state_dict": True, "cpu_offload": True, "flatten_optimizer_state_dict": True},
+}
+API_CASES = [{"momentum": 0.9, "root": "qr", "exponent": {2: 0.3}}, {"refresh": "staggered", "graft": "sgd"}]
+
+
+@pytest.mark.parametrize("options", API_CASES, ids=["momentum", "staggered"])
+@pytest.mark.parametrize("how", API_OPTIONS)
+def test_state_dict_api(how: str, options: dict[str, Any]) -> None:
+    chosen = api.StateDictOptions(**API_OPTIONS[how])
+    model, opt, fresh_model, fresh = pair(4, torch.bfloat16, **options)
+    saved = api.get_optimizer_state_dict(model, opt, options=chosen)
+    saved = through_file(saved)
+    api.set_optimizer_state_dict(fresh_model, fresh, saved, options=chosen)
+    assert_same(snapshot(fresh), snapshot(opt))
+    train(opt, 6, 4)
+    train(fresh, 6, 4)
+    assert_same(snapshot(fresh), snapshot(opt))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::FutureWarning:torch")
+@pytest.mark.parametrize("flat", [False, True])
+def test_distributed_checkpoint(flat: bool, tmp_path: Path) -> None:
+    chosen = api.StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, opt, fresh_model, fresh = pair(4, momentum=0.9, root="qr")
+    model.weight.requires_grad_(True)
+    dcp.save({"opt": api.get_optimizer_state_dict(model, opt, options=chosen)}, checkpoint_id=tmp_path, no_dist=True)
+    loaded = {"opt": api.get_optimizer_state_dict(fresh_model, fresh, options=chosen)}
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    api.set_optimizer_state_dict(fresh_model, fresh, loaded["opt"], options=chosen)
+    assert_same(snapshot(fresh), snapshot(opt))
+    train(opt, 15, 4)
+    train(fresh, 15, 4)
+    assert_same(snapshot(fresh), snapshot(opt))
+
+
+def test_state_dict_api_with_a_frozen_parameter() -> None:
+    model, fresh_model = Model(), Model()
+    for m in (model, fresh_model):
+        m.twin.requires_grad_(False)
+    opts = [lather.Shampoo(m.named_parameters(), **FAST) for m in (model, fresh_model)]
+    for t in range(4):
+        set_grads(model.parameters(), t)
+        model.twin.grad = None
+        opts[0].step()
+    fresh_model.load_state_dict(model.state_dict())
+    saved = api.get_optimizer_state_dict(model, opts[0])
+    assert "twin" not in saved["state"]
+    api.set_optimizer_state_dict(fresh_model, opts[1], saved)
+    assert_same(snapshot(opts[1]), snapshot(opts[0]))
+
+
+# The probe.
+
+
+def probe(opt: lather.Shampoo) -> None:
+    """How torch's checkpoint code allocates the state of a fresh optimizer."""
+    rates = [group["lr"] for group in opt.param_groups]
+    for group in opt.param_groups:
+        group["lr"] = torch.zeros(()) if isinstance(group["lr"], Tensor) else 0.0
+    for p in all_params(opt):
+        p.grad = torch.zeros_like(p)
+    opt.step()
+    for group, lr in zip(opt.param_groups, rates, strict=True):
+        group["lr"] = lr
+    opt.zero_grad()
+
+
+PROBES: dict[str, Callable[[nn.Module, lather.Shampoo], Any]] = {
+    "by hand": lambda model, opt: probe(opt),
+    "by torch": lambda model, opt: api.get_optimizer_state_dict(model, opt),
+    "by torch, flat": lambda model, opt: api.get_optimizer_state_dict(
+        model, opt, options=api.StateDictOptions(flatten_optimizer_state_dict=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("how", PROBES)
+@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["float", "tensor"])
+def test_probe_allocates_and_changes_nothing(how: str, lr: Any) -> None:
+    models = [Model(), Model()]
+    options = FAST | {"momentum": 0.9, "weight_decay_mode": "independent", "lr": lr}
+    probed, plain = (lather.Shampoo(m.named_parameters(), **options) for m in models)
+    PROBES[how](models[0], probed)
+    assert len(probed.state) == len(SHAPES)
+    assert [state["step"].item() for state in probed.state.values()] == [0.0] * len(SHAPES)
+    assert_same(list(models[0].parameters()), list(models[1].parameters()))
+    assert options_of(probed) == options_of(plain)
+    plain.state_dict()
+    assert_same(snapshot(probed), snapshot(plain))
+    train(probed, 8)
+    train(plain, 8)
+    assert_same(snapshot(probed), snapshot(plain))
+
+
+def test_a_step_without_learning_rate_counts() -> None:
+    model = Model()
+    opt = lather.Shampoo(model.parameters(), lr=0.0, **FAST)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()
+    assert [state["step"].item() for state in opt.state.values()] == [1.0] * len(SHAPES)
+    assert_same([p.detach() for p in model.parameters()], before)
+    assert opt.state[model.weight]["L0.0"].any()
+
+
+def test_zero_gradients_with_a_learning_rate_count() -> None:
+    model = Model()
+    opt = lather.Shampoo(model.parameters(), lr=0.1, **FAST)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    before = model.weight.detach().clone()
+    opt.step()
+    assert opt.state[model.weight]["step"] == 1
+    torch.testing.assert_close(model.weight.detach(), before * (1 - 0.1 * 0.1))
+
+
+# Loads that are refused.
+
+
+def without(*keys: Any) -> Callable[[Any], Any]:
+    def change(saved: Any) -> Any:
+        *path, last = keys
+        for key in path:
+            saved = saved[key]
+        del saved[last]
+
+    return change
+
+
+def with_value(value: Any, *keys: Any) -> Callable[[Any], Any]:
+    def change(saved: Any) -> Any:
+        *path, last = keys
+        for key in path:
+            saved = saved[key]
+        saved[last] = value
+
+    return change
+
+
+def both(*changes: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda saved: [change(saved) for change in changes] and None
+
+
+def doubled(saved: Any) -> None:
+    saved["param_groups"].append(saved["param_groups"][0])
+
+
+def shortened(saved: Any) -> None:
+    saved["param_groups"][0]["params"].pop()
+
+
+def wrapped(saved: Any) -> None:
+    """The whole checkpoint instead of the optimizer's part of it."""
+    saved["optimizer"] = dict(saved)
+    del saved["state"], saved["param_groups"]
+
+
+GROUP = ("param_groups", 0)
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "missing block": (without("state", 0, "L0.1"), "L0.1.* weight"),
+    "missing parameter": (without("state", 1), "step.* twin"),
+    "missing momentum": (without("state", 3, "momentum"), "momentum.* bias"),
+    "extra key": (with_value(torch.ones(2), "state", 0, "exp_avg"), "exp_avg.* weight"),
+    "extra block": (with_value(torch.ones(3, 3), "state", 0, "L0.9"), r"L0\.9.* weight"),
+    "wrong shape": (with_value(torch.ones(2, 2), "state", 0, "X1.2"), r"X1\.2.* weight.*\(2, 2\)"),
+    "wrong shape late": (with_value(torch.ones(2, 2), "state", 3, "m.0"), r"m\.0.* bias"),
+    "no tensor": (with_value(3.0, "state", 0, "L0.0"), r"L0\.0.* weight.* float"),
+    "more groups": (doubled, r"\[6, 6\].*\[6\]"),
+    "fewer parameters": (shortened, r"\[5\].*\[6\]"),
+    "another format": (wrapped, "param_groups.*optimizer|optimizer.*param_groups"),
+    "missing option": (without(*GROUP, "graft_eps"), "graft_eps"),
+    "bad option": (with_value(-1.0, *GROUP, "lr"), "lr=-1.0"),
+    "unknown root": (with_value("eigg", *GROUP, "root"), "eigg.* 'eigh'"),
+    "other root": (with_value("qr", *GROUP, "root"), "Q0"),
+    "no filter": (with_value((0.0, 0.999), *GROUP, "betas"), r"m\.0"),
+    "no momentum": (with_value(0.0, *GROUP, "momentum"), "momentum"),
+    "no filter and cut short": (both(with_value((0.0, 0.999), *GROUP, "betas"), without("state", 0)), "weight"),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, steps: int) -> None:
+    """A clear error, and nothing changed: the optimizer goes on as if nothing had been loaded."""
+    change, message = REFUSED[name]
+    _, opt, model, live = pair(7, momentum=0.9, root="eigh")
+    twin_model = copy.deepcopy(model)
+    twin = lather.Shampoo(twin_model.named_parameters(), lr=3.0, eps=0.5, **FAST, momentum=0.9, root="eigh")
+    saved = copy.deepcopy(opt.state_dict())
+    change(saved)
+    train(live, steps)
+    train(twin, steps)
+    before, groups = snapshot(live), options_of(live)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        live.load_state_dict(saved)
+    if steps:
+        assert_same(snapshot(live), before)
+    assert options_of(live) == groups
+    train(live, 4, steps)
+    train(twin, 4, steps)
+    assert_same(snapshot(live), snapshot(twin))
+
+
+STRUCTURE: dict[str, Any] = {
+    "max_preconditioner_dim": 3,
+    "graft": "sgd",
+    "merge_dims": False,
+    "large_dim": "diagonal",
+    "batch_dims": 1,
+    "precondition_1d": True,
+    "state_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURE)
+def test_another_structure_is_refused(name: str) -> None:
+    shapes = [p for n, p in Model().named_parameters() if p.dim() >= 1]
+    theirs = lather.Shampoo([nn.Parameter(p.detach().clone()) for p in shapes], **FAST | {name: STRUCTURE[name]})
+    live = lather.Shampoo(shapes, **FAST)
+    train(theirs, 4)
+    train(live, 4)
+    before, groups = snapshot(live), options_of(live)
+    with pytest.raises(ValueError, match=f"{name}={STRUCTURE[name]!r}"):
+        live.load_state_dict(theirs.state_dict())
+    assert_same(snapshot(live), before)
+    assert options_of(live) == groups
+    train(live, 4, 4)
+
+
+@pytest.mark.parametrize("other", [torch.optim.AdamW, torch.optim.SGD])
+def test_another_optimizer_is_refused(other: type[torch.optim.Optimizer]) -> None:
+    theirs = other(Model().parameters(), lr=0.1)
+    live = lather.Shampoo(Model().parameters(), **FAST)
+    train(theirs, 2)
+    train(live, 2)
+    before, groups = snapshot(live), options_of(live)
+    with pytest.raises(ValueError, match="another optimizer"):
+        live.load_state_dict(theirs.state_dict())
+    assert_same(snapshot(live), before)
+    assert options_of(live) == groups
+
+
+def test_a_checkpoint_without_steps_resets_them() -> None:
+    """Loading replaces all of the state, also by an earlier one."""
+    _, opt, _, live = pair(0, momentum=0.9)
+    train(live, 7)
+    live.load_state_dict(opt.state_dict())
+    assert_same([s for _, s in snapshot(live)], [s for _, s in snapshot(opt)])
+    assert math.isclose(live.param_groups[0]["eps"], 1e-12)

@@ -1,0 +1,758 @@
+"""Inside PyTorch: schedulers, scalers, hooks, copies, param groups, memory layouts."""
+
+import copy
+import math
+import pickle
+import random
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+import lather
+
+SHAPES = {"weight": (6, 5), "twin": (6, 5), "conv": (4, 3, 2, 2), "bias": (6,), "scale": ()}
+FAST: dict[str, Any] = {"lr": 0.02, "precondition_frequency": 3, "weight_decay": 0.1, "max_preconditioner_dim": 4}
+ROOTS = ["eigh", "newton", "higher_order", "qr"]
+
+
+def parameters(dtype: torch.dtype = torch.float32, shapes: Mapping[str, Any] = SHAPES) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for name, s in shapes.items()}
+
+
+def set_grads(params: Iterable[Tensor], t: int) -> None:
+    """Of a loss that depends on parameter and step, so that every difference feeds back."""
+    for p in params:
+        w = p.detach().float()
+        p.grad = ((w + 0.1 * t).sin() + 0.3 * w).to(p.dtype)
+
+
+def train(opt: torch.optim.Optimizer, steps: int, start: int = 0) -> None:
+    for t in range(start, start + steps):
+        set_grads((p for group in opt.param_groups for p in group["params"]), t)
+        opt.step()
+
+
+def snapshot(opt: torch.optim.Optimizer) -> list[Any]:
+    params = [p for group in opt.param_groups for p in group["params"]]
+    return [(p.detach().clone(), {k: v.clone() for k, v in opt.state.get(p, {}).items()}) for p in params]
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Bit for bit, dtypes and keys included."""
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def values(params: Mapping[str, Tensor]) -> list[Tensor]:
+    return [p.detach() for p in params.values()]
+
+
+def close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    torch.testing.assert_close(values(ours), values(theirs), rtol=1e-4, atol=1e-5)
+
+
+# Schedulers and options that change.
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "one_cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.05, total_steps=20),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.05, step_size_up=4),
+    "warm_up": lambda o: lr_scheduler.LambdaLR(o, lambda t: min(1.0, t / 5)),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=8),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=2),
+}
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_scheduler(name: str, tensor_lr: bool) -> None:
+    """Never started, the optimizer is AdamW; it must stay so under every scheduler. `warm_up` starts at lr = 0."""
+    ours, theirs = parameters(), parameters()
+    options: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    if tensor_lr:
+        options["lr"] = torch.tensor(0.02)
+    opts = [
+        lather.Shampoo(ours.values(), start_preconditioning_step=math.inf, **options),
+        torch.optim.AdamW(theirs.values(), foreach=False, **copy.deepcopy(options)),
+    ]
+    schedulers = [SCHEDULERS[name](opt) for opt in opts]
+    seen = set()
+    for t in range(16):
+        for opt, scheduler in zip(opts, schedulers, strict=True):
+            train(opt, 1, t)
+            scheduler.step(*((1.0,) if name == "plateau" else ()))
+        groups = [opt.param_groups[0] for opt in opts]
+        assert float(groups[0]["lr"]) == pytest.approx(float(groups[1]["lr"]), rel=1e-6)
+        assert groups[0]["betas"] == groups[1]["betas"]
+        seen.add((float(groups[0]["lr"]), groups[0]["betas"]))
+    assert len(seen) > 1
+    assert (len({betas for _, betas in seen}) > 1) == (name in ("one_cycle", "cyclic"))
+    close(ours, theirs)
+
+
+def test_scheduler_of_schedulers_survives_a_checkpoint() -> None:
+    """The keys that schedulers add to the groups come back with them."""
+    params = parameters()
+    opt = lather.Shampoo(params.values(), **FAST)
+    lr_scheduler.OneCycleLR(opt, max_lr=0.05, total_steps=20)
+    train(opt, 2)
+    fresh = lather.Shampoo(parameters().values(), **FAST)
+    fresh.load_state_dict(opt.state_dict())
+    assert fresh.param_groups[0]["max_lr"] == 0.05
+    assert fresh.param_groups[0]["initial_lr"] == opt.param_groups[0]["initial_lr"]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_may_change(nesterov: bool) -> None:
+    ours, theirs = parameters(), parameters()
+    options: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "nesterov": nesterov}
+    never: dict[str, Any] = {"start_preconditioning_step": math.inf, "betas": (0.0, 0.999)}
+    opts = [lather.Shampoo(ours.values(), graft="sgd", **never, **options), torch.optim.SGD(theirs.values(), **options)]
+    for opt in opts:
+        for t in range(12):
+            opt.param_groups[0]["momentum"] = 0.9 - 0.04 * t
+            train(opt, 1, t)
+    close(ours, theirs)
+
+
+CHANGES: dict[str, Any] = {
+    "lr": 0.5,
+    "betas": (0.5, 0.9),
+    "beta3": 0.5,
+    "eps": 1.0,
+    "weight_decay": 0.7,
+    "weight_decay_mode": "independent",
+    "momentum": 0.2,
+    "dampening": 0.5,
+    "nesterov": False,
+    "maximize": True,
+    "bias_correction": False,
+    "exponent": 0.5,
+    "exponent_multiplier": 1.5,
+    "root": "newton(iterations=3, tolerance=0.999)",
+    "graft_beta2": 0.5,
+    "graft_eps": 1.0,
+    "precondition_frequency": 1,
+    "start_preconditioning_step": 100,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_options_are_read_on_every_step(name: str) -> None:
+    plain, changed = parameters(), parameters()
+    options = FAST | {"momentum": 0.5, "nesterov": True}
+    for params, change in ((plain, False), (changed, True)):
+        opt = lather.Shampoo(params.values(), **options)
+        train(opt, 4)
+        if change:
+            before = snapshot(opt)
+            opt.param_groups[0][name] = CHANGES[name]
+        train(opt, 3, 4)
+        assert all(p.isfinite().all() for p in params.values())
+    assert not torch.equal(plain["weight"], changed["weight"])
+    assert not torch.equal(before[0][0], changed["weight"])
+
+
+@pytest.mark.parametrize(("name", "value"), [("momentum", 0.0), ("betas", (0.0, 0.999)), ("root", "eigh")])
+def test_state_that_an_option_no_longer_needs(name: str, value: Any) -> None:
+    """Switching an option off, saving, and loading what was saved: the optimizer accepts its own state dict."""
+    options = FAST | {"momentum": 0.9, "nesterov": True, "beta3": 0.5, "root": "qr"}
+    opt = lather.Shampoo(parameters().values(), **options)
+    train(opt, 4)
+    opt.param_groups[0][name] = value
+    train(opt, 1, 4)
+    fresh = lather.Shampoo(parameters().values(), **options)
+    fresh.load_state_dict(opt.state_dict())
+    assert_same([s for _, s in snapshot(fresh)], [s for _, s in snapshot(opt)])
+
+
+def test_lr_tensor_in_place() -> None:
+    ours, theirs = parameters(), parameters()
+    lr = torch.tensor(0.02)
+    a, b = lather.Shampoo(ours.values(), **FAST | {"lr": lr}), lather.Shampoo(theirs.values(), **FAST)
+    for t in range(8):
+        rate = 0.01 * (t + 1)
+        lr.fill_(rate)
+        b.param_groups[0]["lr"] = lr.item()
+        train(a, 1, t)
+        train(b, 1, t)
+    assert a.param_groups[0]["lr"] is lr
+    assert_same(values(ours), values(theirs))
+
+
+def test_each_group_has_its_own_options() -> None:
+    ours, alone = parameters(), [parameters(), parameters()]
+    special: list[dict[str, Any]] = [{"lr": 0.1, "graft": "sgd"}, {"max_preconditioner_dim": 2, "betas": (0.5, 0.9)}]
+    names = [("weight", "bias"), ("twin", "conv", "scale")]
+    groups = [{"params": [ours[n] for n in part]} | more for part, more in zip(names, special, strict=True)]
+    train(lather.Shampoo(groups, **FAST), 8)
+    for params, part, more in zip(alone, names, special, strict=True):
+        train(lather.Shampoo([params[n] for n in part], **FAST | more), 8)
+        assert_same([ours[n] for n in part], [params[n] for n in part])
+
+
+# Step, closures, scaler, hooks.
+
+
+def test_closure() -> None:
+    w = nn.Parameter(torch.ones(3, 2))
+    opt = lather.Shampoo([w])
+
+    def closure() -> Tensor:
+        assert torch.is_grad_enabled()
+        opt.zero_grad()
+        loss = w.square().sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = opt.step(closure)
+    assert loss.item() == 6
+    assert not torch.equal(w, torch.ones(3, 2))
+    assert opt.step() is None
+
+
+def test_grad_scaler_skips_a_step() -> None:
+    params = parameters()
+    opt = lather.Shampoo(params.values(), **FAST)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def step(bad: bool) -> None:
+        opt.zero_grad()
+        scaler.scale(sum(p.square().sum() for p in params.values())).backward()
+        if bad:
+            params["weight"].grad[0, 0] = math.inf
+        scaler.step(opt)
+        scaler.update()
+
+    step(False)
+    before = snapshot(opt)
+    step(True)
+    assert_same(snapshot(opt), before)
+    step(False)
+    assert opt.state[params["bias"]]["step"] == 2
+    assert scaler.get_scale() == 4.0
+    other = parameters()
+    unscaled = lather.Shampoo(other.values(), **FAST)
+    for _ in range(2):
+        unscaled.zero_grad()
+        sum(p.square().sum() for p in other.values()).backward()
+        unscaled.step()
+    assert_same(values(params), values(other))
+
+
+def test_hooks() -> None:
+    opt = lather.Shampoo(parameters().values(), **FAST)
+    seen: list[str] = []
+    opt.register_step_pre_hook(lambda o, args, kwargs: seen.append("pre"))
+    opt.register_step_post_hook(lambda o, args, kwargs: seen.append("post"))
+    opt.register_state_dict_pre_hook(lambda o: seen.append("save pre"))
+    opt.register_state_dict_post_hook(lambda o, sd: sd | {"extra": 1})
+    opt.register_load_state_dict_pre_hook(lambda o, sd: sd | {"param_groups": [dict(sd["param_groups"][0], lr=7.0)]})
+    opt.register_load_state_dict_post_hook(lambda o: seen.append("load post"))
+    train(opt, 1)
+    saved = opt.state_dict()
+    assert saved["extra"] == 1
+    opt.load_state_dict(saved)
+    assert seen == ["pre", "post", "save pre", "load post"]
+    assert opt.param_groups[0]["lr"] == 7.0
+    assert saved["param_groups"][0]["lr"] == FAST["lr"]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(set_to_none: bool) -> None:
+    params = parameters()
+    opt = lather.Shampoo(params.values(), **FAST)
+    train(opt, 1)
+    opt.zero_grad(set_to_none=set_to_none)
+    for p in params.values():
+        assert p.grad is None if set_to_none else not p.grad.any()
+
+
+@pytest.mark.parametrize("flag", ["foreach", "fused", "capturable", "differentiable"])
+def test_flags(flag: str) -> None:
+    w = parameters()
+    for off in (None, False):
+        lather.Shampoo(w.values(), **{flag: off})
+        lather.Shampoo([{"params": list(w.values()), flag: off}])
+    with pytest.raises(ValueError, match=f"{flag}=True"):
+        lather.Shampoo(w.values(), **{flag: True})
+    with pytest.raises(ValueError, match=f"{flag}=True"):
+        lather.Shampoo([{"params": list(w.values()), flag: True}])
+
+
+@pytest.mark.parametrize("options", [{}, {"maximize": True, "weight_decay_mode": "l2", "momentum": 0.9}])
+def test_gradients_are_not_written(options: dict[str, Any]) -> None:
+    params = parameters()
+    opt = lather.Shampoo(params.values(), **FAST | options)
+    train(opt, 3)
+    set_grads(params.values(), 3)
+    before = [(p.grad, p.grad.clone()) for p in params.values()]
+    opt.step()
+    for p, (grad, value) in zip(params.values(), before, strict=True):
+        assert p.grad is grad
+        assert torch.equal(grad, value)
+
+
+def test_a_missing_gradient_leaves_a_parameter_alone() -> None:
+    params, lone = parameters(), parameters()
+    opt, short = lather.Shampoo(params.values(), **FAST), lather.Shampoo([lone["weight"]], **FAST)
+    for t in range(9):
+        set_grads(params.values(), t)
+        if t % 3 == 1:
+            before = snapshot(opt)
+            params["weight"].grad = None
+        opt.step()
+        if t % 3 == 1:
+            assert_same(snapshot(opt)[0], before[0])
+        else:
+            train(short, 1, t)
+    assert opt.state[params["weight"]]["step"] == 6
+    assert opt.state[params["twin"]]["step"] == 9
+    assert_same(params["weight"], lone["weight"])
+
+
+# Copies.
+
+
+def by_pickle(pair: Any) -> Any:
+    return pickle.loads(pickle.dumps(pair))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
+@pytest.mark.parametrize("steps", [0, 4])
+def test_copies(copied: Callable[[Any], Any], steps: int) -> None:
+    options = FAST | {"momentum": 0.9, "root": lather.Qr(), "state_dtype": torch.float64, "exponent": {2: 0.3}}
+    params = parameters()
+    opt = lather.Shampoo(params.items(), **options)
+    train(opt, steps)
+    before = snapshot(opt)
+    other_params, other = copied((params, opt))
+    train(opt, 5, steps)
+    after = snapshot(opt)
+    assert_same(snapshot(other), before)
+    train(other, 5, steps)
+    assert_same(snapshot(other), after)
+    assert other.param_groups[0]["params"][0] is other_params["weight"]
+    other.zero_grad()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
+def test_a_copy_gives_new_groups_the_same_keys(copied: Callable[[Any], Any]) -> None:
+    opt = copied(lather.Shampoo(parameters().items(), **FAST))
+    opt.add_param_group({"params": [("late", nn.Parameter(torch.ones(3, 3)))]})
+    assert set(opt.param_groups[1]) == set(opt.param_groups[0])
+
+
+# Groups and parameters that change.
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_add_param_group(momentum: float) -> None:
+    params, more = parameters(), parameters()
+    opt = lather.Shampoo(params.values(), momentum=momentum, **FAST)
+    alone = lather.Shampoo(parameters().values(), momentum=momentum, **FAST)
+    opt.add_param_group({"params": [more["weight"]], "lr": 0.5})
+    train(opt, 4)
+    train(alone, 4)
+    before = snapshot(opt)
+    opt.add_param_group({"params": [more["twin"], more["bias"]]})
+    assert_same(snapshot(opt)[:6], before)
+    train(opt, 5, 4)
+    train(alone, 5, 4)
+    assert_same(snapshot(opt)[:5], snapshot(alone))
+    assert opt.state[more["weight"]]["step"] == 9
+    assert opt.state[more["twin"]]["step"] == 5
+    assert opt.param_groups[1]["lr"] == 0.5
+
+
+def test_a_refused_group_leaves_no_trace() -> None:
+    opt = lather.Shampoo(parameters().values(), **FAST)
+    with pytest.raises(ValueError, match="graft"):
+        opt.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "graft": "sdg"})
+    assert len(opt.param_groups) == 1
+    train(opt, 1)
+
+
+def test_names() -> None:
+    """The user's names where there are any, otherwise the place in the groups."""
+    params = parameters()
+    named, unnamed = lather.Shampoo(params.items(), **FAST), lather.Shampoo(params.values(), **FAST)
+    assert [row.name for row in named.plan().params] == list(params)
+    params["twin"].grad = torch.ones(6, 5).to_sparse()
+    with pytest.raises(RuntimeError, match="parameter twin "):
+        named.step()
+    with pytest.raises(RuntimeError, match=r"param_groups\[0\]\['params'\]\[1\]"):
+        unnamed.step()
+
+
+def test_data_may_be_swapped() -> None:
+    ours, theirs = parameters(), parameters()
+    a, b = (lather.Shampoo(p.values(), momentum=0.9, **FAST) for p in (ours, theirs))
+    for t in range(9):
+        for p in ours.values():
+            p.data = p.data.clone(memory_format=torch.contiguous_format)
+        if t % 2 and ours["conv"].dim() == 4:
+            ours["conv"].data = ours["conv"].data.to(memory_format=torch.channels_last)
+        kept = ours["weight"].data
+        train(a, 1, t)
+        train(b, 1, t)
+        assert kept.data_ptr() == ours["weight"].data_ptr()
+    assert_same(values(ours), values(theirs))
+
+
+def test_parameters_swapped_before_the_first_step() -> None:
+    """What launchers do that shard a model after the optimizer was made: save, swap, load, train."""
+    old, new, theirs = parameters(), parameters(), parameters()
+    opt = lather.Shampoo(old.values(), momentum=0.9, **FAST)
+    saved = opt.state_dict()
+    opt.param_groups[0]["params"] = list(new.values())
+    opt.load_state_dict(saved)
+    train(opt, 5)
+    assert set(opt.state) == set(new.values())
+    plain = lather.Shampoo(theirs.values(), momentum=0.9, **FAST)
+    train(plain, 5)
+    assert_same(snapshot(opt), snapshot(plain))
+    assert_same(values(old), values(parameters()))
+
+
+@pytest.mark.parametrize("refresh", ["together", "staggered"])
+def test_freezing(refresh: str) -> None:
+    """A parameter that is frozen for a while continues where it was; the others do not notice."""
+    params, whole = parameters(), parameters()
+    opt, other = (lather.Shampoo(p.values(), refresh=refresh, **FAST) for p in (params, whole))
+    train(opt, 4)
+    train(other, 4)
+    frozen = params["weight"].requires_grad_(False)
+    frozen.grad = None
+    before = snapshot(opt)[0]
+    for t in range(4, 8):
+        set_grads([p for p in params.values() if p.requires_grad], t)
+        opt.step()
+    train(other, 4, 4)
+    assert_same(snapshot(opt)[0], before)
+    assert_same(snapshot(opt)[1:], snapshot(other)[1:])
+    frozen.requires_grad_(True)
+    train(opt, 1, 8)
+    assert opt.state[frozen]["step"] == 5
+
+
+def test_unfreezing() -> None:
+    params = parameters()
+    params["weight"].requires_grad_(False)
+    opt = lather.Shampoo(params.values(), **FAST)
+    for t in range(4):
+        set_grads([p for p in params.values() if p.requires_grad], t)
+        opt.step()
+    assert params["weight"] not in opt.state
+    assert "weight" not in str(lather.Shampoo(params.items()).plan())
+    before = snapshot(opt)
+    params["weight"].requires_grad_(True)
+    assert_same([s for _, s in snapshot(opt)[1:]], [s for _, s in before[1:]])
+    train(opt, 4, 4)
+    assert opt.state[params["weight"]]["step"] == 4
+    assert opt.state[params["twin"]]["step"] == 8
+    alone = parameters()
+    lone = lather.Shampoo([alone["weight"]], **FAST)
+    train(lone, 4, 4)
+    assert_same(params["weight"], alone["weight"])
+
+
+STRUCTURAL: dict[str, Any] = {
+    "graft": "sgd",
+    "max_preconditioner_dim": 3,
+    "merge_dims": False,
+    "large_dim": "diagonal",
+    "batch_dims": 1,
+    "precondition_1d": True,
+    "state_dtype": "float64",
+}
+
+
+BLOCKS = {"weight": (6, 5), "conv": (4, 3, 2), "bias": (6,)}
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("name", STRUCTURAL)
+def test_structure_may_change_before_the_first_step(name: str, saved: bool) -> None:
+    """Also when saving has allocated the state already."""
+    opt = lather.Shampoo(parameters(shapes=BLOCKS).items(), **FAST)
+    if saved:
+        opt.state_dict()
+    opt.param_groups[0][name] = STRUCTURAL[name]
+    fresh = lather.Shampoo(parameters(shapes=BLOCKS).values(), **FAST | {name: STRUCTURAL[name]})
+    for each in (opt, fresh):
+        train(each, 4)
+    assert_same(snapshot(opt), snapshot(fresh))
+
+
+@pytest.mark.parametrize("name", STRUCTURAL)
+def test_structure_is_fixed_by_the_first_step(name: str) -> None:
+    opt = lather.Shampoo(parameters(shapes=BLOCKS).items(), **FAST)
+    train(opt, 2)
+    before, was = snapshot(opt), opt.param_groups[0][name]
+    opt.param_groups[0][name] = STRUCTURAL[name]
+    with pytest.raises(ValueError, match=name):
+        train(opt, 1, 2)
+    assert_same(snapshot(opt), before)
+    opt.param_groups[0][name] = was
+    train(opt, 1, 2)
+
+
+@pytest.mark.parametrize("name", STRUCTURAL)
+def test_structure_is_fixed_in_a_copy_too(name: str) -> None:
+    opt = lather.Shampoo(parameters(shapes=BLOCKS).items(), **FAST)
+    train(opt, 2)
+    other = copy.deepcopy(opt)
+    before = snapshot(other)
+    other.param_groups[0][name] = STRUCTURAL[name]
+    with pytest.raises(ValueError, match=name):
+        train(other, 1, 2)
+    assert_same(snapshot(other), before)
+
+
+# State and groups as data.
+
+
+def test_state_is_allocated_lazily_and_for_all() -> None:
+    params = parameters()
+    opt = lather.Shampoo(params.values(), momentum=0.9, **FAST)
+    assert len(opt.state) == 0
+    set_grads([params["bias"]], 0)
+    opt.step()
+    assert set(opt.state) == set(params.values())
+    assert [opt.state[p]["step"].item() for p in params.values()] == [0, 0, 0, 1, 0]
+    full = {name: set(opt.state[p]) for name, p in params.items()}
+    train(opt, 4)
+    assert {name: set(opt.state[p]) for name, p in params.items()} == full
+    assert {"step", "momentum", "L0.0", "L1.3", "X0.3"} <= full["weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_state_is_flat(dtype: torch.dtype) -> None:
+    params = parameters(dtype)
+    opt = lather.Shampoo(params.values(), momentum=0.9, root="qr", **FAST)
+    train(opt, 4)
+    for p, state in opt.state.items():
+        assert all(type(key) is str and isinstance(value, Tensor) for key, value in state.items())
+        assert {key for key in state if key not in ("step", "momentum")} == {
+            key for key in state if key.count(".") == 1 and key.split(".")[1].isdigit()
+        }
+        assert state["step"].dim() == 0
+        assert state["step"].is_cpu
+        assert state["momentum"].shape == p.shape
+        assert {value.dtype for value in state.values()} == {torch.float32}
+
+
+def is_primitive(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(is_primitive, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+OBJECTS: list[dict[str, Any]] = [
+    {"root": lather.Newton(iterations=20)},
+    {"root": lather.Qr(tolerance=math.inf), "state_dtype": torch.bfloat16},
+    {"root": lather.HigherOrder(), "betas": [0.5, 0.9]},
+    {"root": lather.Eigh(), "exponent": {2: 0.5, 3: 0}, "max_preconditioner_dim": math.inf},
+]
+
+
+@pytest.mark.parametrize("options", OBJECTS)
+def test_groups_hold_primitives_under_fixed_keys(options: dict[str, Any]) -> None:
+    params = parameters()
+    opt = lather.Shampoo(params.values(), **options)
+    keys = set(opt.param_groups[0])
+    train(opt, 11)
+    opt.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], **options})
+    opt.load_state_dict(opt.state_dict())
+    for group in opt.param_groups:
+        assert set(group) == keys
+        assert [key for key, value in group.items() if key != "params" and not is_primitive(value)] == []
+    again = parameters()
+    spelled = {key: opt.param_groups[0][key] for key in options}
+    train(lather.Shampoo(again.values(), **spelled), 11)
+    assert_same(values(params), values(again))
+
+
+# The world around.
+
+
+def world() -> dict[str, Any]:
+    return {
+        "rng": torch.get_rng_state().tolist(),
+        "python rng": random.getstate(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "mkldnn": torch.backends.mkldnn.matmul.fp32_precision,
+        "cuda": torch.backends.cuda.matmul.fp32_precision,
+        "dtype": torch.get_default_dtype(),
+        "grad": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "warnings": list(warnings.filters),
+    }
+
+
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+@pytest.mark.parametrize("root", ROOTS)
+def test_nothing_global_changes(root: str, precision: str, capfd: pytest.CaptureFixture[str]) -> None:
+    params = parameters()
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(precision)
+        start = world()
+        opt = lather.Shampoo(params.values(), root=root, **FAST)
+        assert world() == start
+        train(opt, 7)
+        opt.load_state_dict(opt.state_dict())
+        opt.plan()
+        assert world() == start
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("inside", ["autocast", "float64", "inference"])
+def test_surroundings_do_not_matter(inside: str) -> None:
+    """The same bits whatever the user has switched on around the step."""
+    ours, theirs = parameters(), parameters()
+    train(lather.Shampoo(theirs.values(), **FAST), 7)
+    opt = lather.Shampoo(ours.values(), **FAST)
+    for t in range(7):
+        set_grads(ours.values(), t)
+        try:
+            if inside == "float64":
+                torch.set_default_dtype(torch.float64)
+            autocast = torch.autocast("cpu", torch.bfloat16, enabled=inside == "autocast")
+            with autocast, torch.inference_mode(inside == "inference"):
+                opt.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert_same(values(ours), values(theirs))
+
+
+IMPORT = """
+import sys, time, torch
+before, start = set(sys.modules), time.perf_counter()
+import lather
+seconds = time.perf_counter() - start
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(seconds, *sorted(new - set(sys.stdlib_module_names)))
+"""
+
+
+def test_import_is_quick_and_needs_torch_only() -> None:
+    best = math.inf
+    for _ in range(3):
+        out = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout.split()
+        assert set(out[1:]) <= {"lather", "torch"}
+        best = min(best, float(out[0]))
+        if best <= 0.3:
+            break
+    assert best <= 0.3
+
+
+# Values, shapes and layouts.
+
+
+HALVES = [(dtype, state, "eigh") for dtype in ("float32", "bfloat16", "float16") for state in ("float32", "bfloat16")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype", "root"),
+    [*HALVES, ("float16", "float16", "eigh"), *(("float16", "float32", root) for root in ROOTS[1:])],
+)
+def test_zero_gradients_are_never_nan(dtype: str, state_dtype: str, root: str) -> None:
+    options = FAST | {"weight_decay": 0.0, "precondition_frequency": 2, "momentum": 0.9}
+    params = parameters(getattr(torch, dtype))
+    start = [p.detach().clone() for p in params.values()]
+    grafts = ("adam", "adagrad", "rmsprop", "sgd", None)
+    opts = [lather.Shampoo(params.values(), root=root, state_dtype=state_dtype, graft=g, **options) for g in grafts]
+    for opt in opts:
+        for _ in range(3):
+            for p in params.values():
+                p.grad = torch.zeros_like(p)
+            opt.step()
+        for p, before in zip(params.values(), start, strict=True):
+            assert torch.equal(p, before)
+            assert all(value.isfinite().all() for value in opt.state[p].values())
+    train(opts[0], 3)
+    for p, before in zip(params.values(), start, strict=True):
+        assert p.isfinite().all()
+        assert not torch.equal(p, before)
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "float16"])
+def test_a_vector_moves_again_after_zero_gradients(state_dtype: str) -> None:
+    w = nn.Parameter(torch.ones(4))
+    opt = lather.Shampoo([w], precondition_1d=True, precondition_frequency=1, state_dtype=state_dtype)
+    for size in (0.0, 0.0, 1.0):
+        w.grad = torch.full((4,), size)
+        opt.step()
+    assert (w < 1).all()
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "sliced": lambda x: torch.stack([x, x], -1)[..., 1],
+    "offset": lambda x: torch.cat([x, x])[len(x) :],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("of_grad", [False, True])
+def test_layouts(layout: str, of_grad: bool) -> None:
+    shapes = {"conv": (4, 5, 3, 2), "experts": (2, 6, 5, 1)}
+    ours, theirs = parameters(shapes=shapes), parameters(shapes=shapes)
+    if not of_grad:
+        ours = {name: nn.Parameter(LAYOUTS[layout](p.detach())) for name, p in ours.items()}
+    strides = [p.stride() for p in ours.values()]
+    a, b = (lather.Shampoo(p.values(), momentum=0.9, **FAST) for p in (ours, theirs))
+    for t in range(7):
+        set_grads(ours.values(), t)
+        if of_grad:
+            for p in ours.values():
+                p.grad = LAYOUTS[layout](p.grad)
+        a.step()
+        train(b, 1, t)
+    assert [p.stride() for p in ours.values()] == strides
+    if not of_grad and layout != "offset":
+        assert any(not p.is_contiguous() for p in ours.values())
+    assert_same(values(ours), values(theirs))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (1, 7, 1), (1, 1), (0,), (0, 3), (3, 0, 2)])
+@pytest.mark.parametrize("on_nonfinite", ["skip", "raise"])
+def test_shapes_that_are_no_matrix(shape: tuple[int, ...], on_nonfinite: str) -> None:
+    """They follow the graft, here Adam, beside parameters that are preconditioned."""
+    shapes = {"odd": shape, "weight": (6, 5)}
+    ours, theirs = parameters(shapes=shapes), parameters(shapes=shapes)
+    opt = lather.Shampoo(ours.values(), on_nonfinite=on_nonfinite, **FAST)
+    train(opt, 7)
+    train(torch.optim.AdamW([theirs["odd"]], lr=FAST["lr"], weight_decay=FAST["weight_decay"]), 7)
+    torch.testing.assert_close(ours["odd"], theirs["odd"], rtol=1e-4, atol=1e-5)
+    alone = parameters(shapes=shapes)
+    train(lather.Shampoo([alone["weight"]], **FAST), 7)
+    assert_same(ours["weight"], alone["weight"])
+    assert ours["odd"] in opt.state
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1), (5,), (5, 1), (0,), (2, 0)])
+def test_small_shapes_with_every_option_for_vectors(shape: tuple[int, ...]) -> None:
+    w = nn.Parameter(torch.ones(shape))
+    opt = lather.Shampoo(
+        [w], precondition_1d=True, precondition_frequency=1, momentum=0.5, graft=None, refresh="staggered"
+    )
+    for _ in range(3):
+        w.grad = torch.ones(shape)
+        opt.step()
+    assert opt.state[w]["step"] == 3
+    assert (w.isfinite() & (w < 1)).all()

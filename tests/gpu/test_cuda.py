@@ -1,0 +1,123 @@
+"""On a GPU: agreement with the twin, no synchronisation in plain steps, resume. Run by hand where there is one:
+
+python -m pytest tests/gpu
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import lather
+from lather.reference import Reference
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SHAPES = [(48, 32), (48, 32), (40, 70), (16, 8, 3, 3), (33,), ()]
+CASES = [
+    {},
+    {"graft": "sgd", "momentum": 0.9, "nesterov": True, "betas": (0.0, 1.0)},
+    {"graft": None, "beta3": 0.5},
+    {"large_dim": "diagonal", "weight_decay": 0.1},
+    {"refresh": "staggered", "weight_decay": 0.1, "weight_decay_mode": "corrected"},
+]
+
+
+def gradients(step, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(s, generator=generator).cuda().to(dtype) for s in SHAPES]
+
+
+def run(opt, params, first, last):
+    for step in range(first, last):
+        for p, grad in zip(params, gradients(step, params[0].dtype), strict=True):
+            p.grad = grad
+        opt.step()
+
+
+def make(dtype=torch.float32, **options):
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(s, generator=generator).cuda().to(dtype)) for s in SHAPES]
+    given = {"lr": 0.05, "eps": 1e-3, "max_preconditioner_dim": 32, "precondition_frequency": 4} | options
+    return lather.Shampoo(params, **given), params, given
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_agrees_with_the_twin(options):
+    opt, params, given = make(**options)
+    offsets = None
+    if options.get("refresh") == "staggered":
+        opt.state_dict()
+        blocks = opt._plan.blocks
+        offsets = {(blocks[i].param, blocks[i].index): o for i, o in opt._plan.offsets(0).items()}
+    twin = Reference([p.detach().cpu() for p in params], offsets=offsets, **given)
+    run(opt, params, 1, 21)
+    for step in range(1, 21):
+        twin.step([grad.cpu() for grad in gradients(step)])
+    for p, q in zip(params, twin.params, strict=True):
+        assert torch.linalg.vector_norm(p.detach().cpu().double() - q) <= 1e-5 * torch.linalg.vector_norm(q)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("options", CASES[:4])
+def test_plain_steps_do_not_synchronise(options):
+    opt, params, _ = make(**options)
+    run(opt, params, 1, 5)
+    grads = {step: gradients(step) for step in (5, 6, 7)}
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        for step in (5, 6, 7):
+            for p, grad in zip(params, grads[step], strict=True):
+                p.grad = grad
+            opt.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("root", ["eigh", "newton", "higher_order", "qr"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resume_is_bitwise(root, dtype):
+    opt, params, _ = make(dtype, root=root)
+    run(opt, params, 1, 7)
+    saved, weights = copy.deepcopy(opt.state_dict()), [p.detach().clone() for p in params]
+    run(opt, params, 7, 16)
+    fresh, others, _ = make(dtype, root=root)
+    with torch.no_grad():
+        for p, w in zip(others, weights, strict=True):
+            p.copy_(w)
+    fresh.load_state_dict(saved)
+    run(fresh, others, 7, 16)
+    assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
+
+
+def test_nonfinite_gradient_is_reported_later():
+    opt, params, _ = make()
+    run(opt, params, 1, 3)
+    before = params[0].detach().clone()
+    for p, grad in zip(params, gradients(3), strict=True):
+        p.grad = grad
+    params[0].grad[0, 0] = torch.nan
+    opt.step()
+    assert torch.equal(params[0][:24], before[:24])  # block size 32 cuts 48 rows into 24 + 24
+    assert not torch.equal(params[0][24:], before[24:])
+    with pytest.warns(lather.NumericalWarning, match=r"params'\]\[0\]"):
+        run(opt, params, 4, 60)
+
+
+def test_matmul_precision_is_left_alone_and_roots_stay_accurate():
+    torch.set_float32_matmul_precision("high")
+    try:
+        a = torch.randn(3, 64, 256, device="cuda")
+        a = a @ a.mT / 256
+        for root in (lather.Eigh(), lather.Newton(), lather.HigherOrder(), lather.Qr(tolerance=0.01)):
+            got = root(a, 0.25, 1e-6, root.init(3, 64, a.dtype, a.device))
+            values, vectors = torch.linalg.eigh(a.double())
+            exact = vectors @ torch.diag_embed((values + 1e-6).pow(-0.25)) @ vectors.mT
+            assert got.ok.all()
+            assert (got.value - exact).norm() <= 2e-3 * exact.norm(), root
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
