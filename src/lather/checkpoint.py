@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .blocks import Shape
 from .options import OPTIONS, STRUCTURAL
 
 Views = dict[str, Tensor]
@@ -20,8 +21,14 @@ def key(role: str, block: int) -> str:
     return f"{role}.{block}"
 
 
-def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse param groups that were not made for this optimizer."""
+def check_groups(state_dict: Mapping[str, Any], live: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what is not an optimizer's state, or has param groups that were not made for this optimizer."""
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"not the state of an optimizer: it has the keys {_few(list(state_dict))} where 'state' and 'param_groups' are "
+            "expected; pass what opt.state_dict() returned"
+        )
+    saved = state_dict["param_groups"]
     sizes, ours = [len(group["params"]) for group in saved], [len(group["params"]) for group in live]
     if sizes != ours:
         raise ValueError(
@@ -42,7 +49,7 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
                 )
 
 
-def check_state(saved: Mapping[str, Any], live: Views, name: str) -> None:
+def check_state(saved: Mapping[str, Any], live: Mapping[str, Shape], name: str) -> None:
     """Refuse the state of one parameter that does not fit, listing the first keys and the likely cause."""
     if missing := [k for k in live if k not in saved]:
         cause = (
@@ -54,10 +61,10 @@ def check_state(saved: Mapping[str, Any], live: Views, name: str) -> None:
             f"the checkpoint holds {_few(extra)} for parameter {name}, which this optimizer does not have: other options or "
             "another optimizer"
         )
-    for k, view in live.items():
-        if not isinstance(saved[k], Tensor) or saved[k].shape != view.shape:
+    for k, shape in live.items():
+        if not isinstance(saved[k], Tensor) or saved[k].shape != shape:
             raise ValueError(
-                f"the checkpoint's {k} for parameter {name} is {_shape(saved[k])} where {tuple(view.shape)} is expected: the "
+                f"the checkpoint's {k} for parameter {name} is {_shape(saved[k])} where {shape} is expected: the "
                 "parameter had another shape when it was saved"
             )
 

@@ -36,13 +36,17 @@ def make_parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=run_demo)
     demo.add_argument("--seed", type=whole, default=0, help="of initial weights and batches (default %(default)s)")
     demo.add_argument("--epochs", type=positive, default=15, help="of every run (default %(default)s)")
-    demo.add_argument("--repeats", type=positive, default=3, help="runs per optimizer, with seeds from --seed on (default 3)")
+    demo.add_argument(
+        "--repeats", type=positive, default=3, help="runs per optimizer, with seeds from --seed on (default 3)"
+    )
     demo.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for demo.png (default %(default)s)")
     demo.add_argument("--sweep", action="store_true", help="instead: validation loss over the grid of learning rates")
 
     plan = commands.add_parser("plan", help="what would be preconditioned, its memory and work, from shapes alone")
     plan.set_defaults(run=run_plan)
-    plan.add_argument("--shapes", type=parse_shapes, required=True, metavar="NAME=DxD,...", help='such as "w=64x32,b=64"')
+    plan.add_argument(
+        "--shapes", type=parse_shapes, required=True, metavar="NAME=DxD,...", help='such as "w=64x32,b=64"'
+    )
     plan.add_argument("--max-preconditioner-dim", type=float, default=1024, metavar="N", help="default %(default)s")
     plan.add_argument("--json", action="store_true", help="as JSON")
     return parser

@@ -24,11 +24,11 @@ from torch.nn.functional import cross_entropy
 
 from .optimizer import Shampoo
 
-EPOCHS, REPEATS, BATCH = 15, 3, 64
+BATCH = 64
 NUM_TRAIN, NUM_VALID = 1500, 300  # of 1797 images; validation is the end of the training images, test is the rest
 LOOK_EVERY = 5  # steps between two looks at loss and accuracy
 TARGET_LOSS, TARGET_ACCURACY = 0.05, 0.97
-GRID = tuple(0.0005 * 2**k for k in range(10))
+GRID = tuple(0.0005 * 2**k for k in range(11))
 SWEEP_SEED = 1000  # added to the seed, so that the sweep's initial weights and batches are not the demo's
 
 OPTIMIZERS: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
     "SGD": lambda model, lr: torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True, weight_decay=5e-4),
 }
 # The lowest validation losses of `python -m lather demo --sweep`.
-LEARNING_RATES = {"lather": 0.004, "AdamW": 0.004, "SGD": 0.064}
+LEARNING_RATES = {"lather": 0.004, "AdamW": 0.032, "SGD": 0.256}
 COLORS = {"lather": "#0072b2", "AdamW": "#d55e00", "SGD": "#7a7a7a"}
 
 
@@ -83,7 +83,11 @@ def demo(seed: int, epochs: int, repeats: int, out: Path) -> str:
         jobs = [Job(name, lr, seed + i, epochs) for i in range(repeats)]
         runs[name] = train_all(name, jobs, training, test, LOOK_EVERY)
     plot(runs, out / "demo.png")
-    return "\n".join([*table(runs), "", f"plot: {out / 'demo.png'}"])
+    size = (
+        f"{NUM_TRAIN} training and {len(test.labels)} test images, {epochs} epochs, looked at every {LOOK_EVERY} steps"
+    )
+    mean = f"; mean ± standard deviation over {repeats} seeds" if repeats > 1 else ""
+    return "\n".join([*table(runs), "", size + mean, f"plot: {out / 'demo.png'}"])
 
 
 def sweep(seed: int, epochs: int, repeats: int) -> str:
@@ -95,18 +99,19 @@ def sweep(seed: int, epochs: int, repeats: int) -> str:
         jobs = [Job(name, lr, seed + SWEEP_SEED + i, epochs) for lr in GRID for i in range(repeats)]
         losses = [run.looks[-1].held_loss for run in train_all(name, jobs, training, validation, sys.maxsize)]
         columns[name] = [statistics.fmean(losses[i : i + repeats]) for i in range(0, len(losses), repeats)]
-    return "\n".join(sweep_table(columns))
+    title = f"validation loss after {epochs} epochs, mean over {repeats} seeds (* lowest)"
+    return "\n".join([title, "", *sweep_table(columns)])
 
 
 # Data and model.
 
 
 def require(*modules: str) -> None:
-    for module in modules:
-        try:
+    try:
+        for module in modules:
             importlib.import_module(module)
-        except ImportError as error:
-            raise MissingExtra(f"the demo needs scikit-learn and matplotlib ({error}); pip install lather[demo]") from error
+    except ImportError as error:
+        raise MissingExtra(f"the demo needs scikit-learn and matplotlib ({error}); pip install lather[demo]") from error
 
 
 def load_digits() -> tuple[Split, Split]:
@@ -156,7 +161,7 @@ def train(job: Job, training: Split, held_out: Split, look_every: int, tick: Cal
     for step, batch in enumerate(batches(job, len(training.labels)), start=1):
         begin = time.perf_counter()
         optimizer.zero_grad()
-        cross_entropy(model(training.images[batch]), training.labels[batch]).backward()
+        cross_entropy(model(training.images[batch]), training.labels[batch]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         seconds += time.perf_counter() - begin
         schedule.step()
@@ -175,7 +180,8 @@ def batches(job: Job, num_images: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(job.seed)
     for _ in range(job.epochs):
         order = torch.randperm(num_images, generator=generator)
-        yield from order[: num_images // BATCH * BATCH].split(BATCH)
+        for start in range(0, num_images - BATCH + 1, BATCH):
+            yield order[start : start + BATCH]
 
 
 def lr_factor(step: int, total: int) -> float:
@@ -233,6 +239,19 @@ def progress(name: str, total: int) -> Iterator[Callable[[], None]]:
     print(f"{start}{done} steps in {time.perf_counter() - begin:.1f} s", file=sys.stderr)
 
 
+def first(run: Run, reached: Callable[[Look], bool]) -> int | None:
+    """The first step at which a look found it so."""
+    return next((look.step for look in run.looks if reached(look)), None)
+
+
+def low_loss(look: Look) -> bool:
+    return look.loss <= TARGET_LOSS
+
+
+def high_accuracy(look: Look) -> bool:
+    return look.held_accuracy >= TARGET_ACCURACY
+
+
 class Column(NamedTuple):
     title: str
     decimals: int
@@ -242,35 +261,29 @@ class Column(NamedTuple):
 COLUMNS = (
     Column("train loss", 4, lambda run: run.looks[-1].loss),
     Column("test accuracy %", 2, lambda run: 100 * run.looks[-1].held_accuracy),
-    Column(f"steps to loss {TARGET_LOSS:g}", 0, lambda run: first(run, lambda look: look.loss <= TARGET_LOSS)),
-    Column(f"steps to {TARGET_ACCURACY:.0%}", 0, lambda run: first(run, lambda look: look.held_accuracy >= TARGET_ACCURACY)),
+    Column(f"steps to loss {TARGET_LOSS:g}", 0, lambda run: first(run, low_loss)),
+    Column(f"steps to {TARGET_ACCURACY:.0%}", 0, lambda run: first(run, high_accuracy)),
     Column("ms per step", 2, lambda run: run.step_ms),
     Column("state MiB", 2, lambda run: run.state_bytes / 2**20),
 )
 
 
-def first(run: Run, reached: Callable[[Look], bool]) -> int | None:
-    """The first step at which a look found it so."""
-    return next((look.step for look in run.looks if reached(look)), None)
-
-
 def table(runs: Mapping[str, Sequence[Run]]) -> list[str]:
     """One row per optimizer: mean and standard deviation over its runs."""
-    header = ["optimizer", "lr", *(column.title for column in COLUMNS)]
-    rows = [
-        [name, f"{LEARNING_RATES[name]:g}", *(spread(map(column.value, repeats), column.decimals) for column in COLUMNS)]
-        for name, repeats in runs.items()
-    ]
-    return align([header, *rows])
+    rows = [["optimizer", "lr", *(column.title for column in COLUMNS)]]
+    for name, repeats in runs.items():
+        cells = [spread(map(column.value, repeats), column.decimals) for column in COLUMNS]
+        rows.append([name, f"{LEARNING_RATES[name]:g}", *cells])
+    return align(rows)
 
 
 def sweep_table(columns: Mapping[str, Sequence[float]]) -> list[str]:
-    best = {name: min(losses) for name, losses in columns.items()}
-    rows = [
-        [f"{lr:g}", *(f"{losses[i]:.4f}{' *' if losses[i] == best[name] else '  '}" for name, losses in columns.items())]
-        for i, lr in enumerate(GRID)
-    ]
-    return align([["lr", *(f"{name}  " for name in columns)], *rows])
+    best = {name: min((x for x in losses if x == x), default=math.nan) for name, losses in columns.items()}
+    rows = [["lr", *(f"{name}  " for name in columns)]]
+    for i, lr in enumerate(GRID):
+        cells = [f"{losses[i]:.4f} " + " *"[losses[i] == best[name]] for name, losses in columns.items()]
+        rows.append([f"{lr:g}", *cells])
+    return align(rows)
 
 
 def spread(values: Iterable[float | None], decimals: int) -> str:
@@ -291,10 +304,11 @@ def spread(values: Iterable[float | None], decimals: int) -> str:
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
     """First column left, the others right."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for first_cell, *cells in rows:
+        right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([first_cell.ljust(widths[0]), *right]).rstrip())
+    return lines
 
 
 def plot(runs: Mapping[str, Sequence[Run]], path: Path) -> None:
@@ -307,7 +321,10 @@ def plot(runs: Mapping[str, Sequence[Run]], path: Path) -> None:
         draw(loss, name, repeats, lambda look: look.loss)
         draw(accuracy, name, repeats, lambda look: 100 * look.held_accuracy)
     loss.set(title="Training loss", yscale="log", ylabel="cross entropy, all training images")
-    accuracy.set(title="Test accuracy", ylabel="% of test images", ylim=(90, 100))
+    accuracy.set(title="Test accuracy", ylabel="% of test images")
+    accuracy.set_ylim(
+        min(90.0, 100 * min(run.looks[-1].held_accuracy for some in runs.values() for run in some) - 5), 100
+    )
     for axes in (loss, accuracy):
         axes.set_xlabel("step")
         axes.grid(color="#e6e6e6", linewidth=0.8)

@@ -16,7 +16,7 @@ from .layout import check_parameter, stored_regions
 from .options import OPTIONS, STRUCTURAL, check_options, closest, state_dtype
 from .plan import Plan, Spec, make_plan
 from .plan_report import PlanReport, check_memory
-from .units import Unit, identity, make_banks, make_units
+from .units import Unit, expected_shapes, identity, make_banks, make_units
 
 RANK = 0  # this process among the ranks that share the work
 
@@ -178,7 +178,7 @@ class Shampoo(torch.optim.Optimizer):
 
     def plan(self) -> PlanReport:
         """What is preconditioned and how, memory by kind and work per step; needs no step and allocates nothing."""
-        return PlanReport(self._make_plan(self._trainable()))
+        return PlanReport(self._make_plan(self._trainable(), self.param_groups))
 
     def _reset(self) -> None:
         self._signature: Any = None
@@ -188,24 +188,24 @@ class Shampoo(torch.optim.Optimizer):
         self._units: list[Unit] = []
         self._watch = Watch()
 
-    def _trainable(self) -> list[tuple[int, int, Tensor]]:
-        """(group, position, parameter) of all that can get a gradient; what has been planned once stays planned."""
-        known = set(map(id, self._params))
-        return [
-            (number, position, p)
-            for number, group in enumerate(self.param_groups)
-            for position, p in enumerate(group["params"])
-            if p.requires_grad or p.grad is not None or id(p) in known
-        ]
+    def _everything(self) -> list[tuple[int, int, Tensor]]:
+        """(group, position, parameter) of all parameters."""
+        groups = enumerate(self.param_groups)
+        return [(number, position, p) for number, group in groups for position, p in enumerate(group["params"])]
 
-    def _make_plan(self, trainable: Iterable[tuple[int, int, Tensor]]) -> Plan:
+    def _is_trainable(self, p: Tensor) -> bool:
+        """It may get a gradient, or has had one: state that is there is kept when a parameter is frozen."""
+        return p.requires_grad or p.grad is not None or p in self.state
+
+    def _trainable(self) -> list[tuple[int, int, Tensor]]:
+        return [item for item in self._everything() if self._is_trainable(item[-1])]
+
+    def _make_plan(self, trainable: Iterable[tuple[int, int, Tensor]], groups: list[dict[str, Any]]) -> Plan:
         specs = [
-            Spec(
-                _name(self.param_groups[g], g, i), tuple(p.shape), g, str(p.device), str(p.dtype).removeprefix("torch.")
-            )
+            Spec(_name(groups[g], g, i), tuple(p.shape), g, str(p.device), str(p.dtype).removeprefix("torch."))
             for g, i, p in trainable
         ]
-        return make_plan(specs, self.param_groups, [stored_regions(p, (RANK,)) for *_, p in trainable])
+        return make_plan(specs, groups, [stored_regions(p, (RANK,)) for *_, p in trainable])
 
     def _prepare(self) -> None:
         """Bring plan, banks and state in step with the parameters and options; does nothing on nearly every call."""
@@ -217,7 +217,7 @@ class Shampoo(torch.optim.Optimizer):
             return
         if any(self._steps):
             _refuse_restructuring(self._structure, structure)
-        self._build(self._make_plan(trainable), [p for *_, p in trainable])
+        self._build(self._make_plan(trainable, self.param_groups), [p for *_, p in trainable])
         self._signature, self._structure = signature, structure
 
     def _build(self, plan: Plan, params: list[Tensor]) -> None:
@@ -261,32 +261,33 @@ class Shampoo(torch.optim.Optimizer):
         for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        saved_groups = copy.deepcopy(state_dict["param_groups"])
-        checkpoint.check_groups(saved_groups, self.param_groups)
-        previous = [dict(group) for group in self.param_groups]
-        try:
-            for group, saved in zip(self.param_groups, saved_groups, strict=True):
-                group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
-                check_options(group)
-            self._prepare()
-            self._load(state_dict["state"], [i for group in saved_groups for i in group["params"]])
-        except Exception:
-            for group, before in zip(self.param_groups, previous, strict=True):
-                group.clear()
-                group.update(before)
-            raise
+        checkpoint.check_groups(state_dict, self.param_groups)
+        saved = copy.deepcopy(state_dict["param_groups"])
+        for theirs, mine in zip(saved, self.param_groups, strict=True):
+            theirs |= {name: mine[name] for name in ("params", "param_names") if name in mine}
+            check_options(theirs)
+        entries = self._check_entries(state_dict, saved)
+        for mine, theirs in zip(self.param_groups, saved, strict=True):
+            mine.update(theirs)
+        for p in entries:
+            self.state.setdefault(p, {})  # so that it is planned even if it is frozen now
+        self._prepare()
+        for p, entry in entries.items():
+            checkpoint.copy_state(entry, self.state[p])
+        self._steps = checkpoint.counts(self._step_tensor)
         for after in list(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 
-    def _load(self, saved: Mapping[Any, Mapping[str, Any]], ids: list[Any]) -> None:
+    def _check_entries(self, state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[Tensor, Any]:
+        """The saved state of every trainable parameter, if all of it fits what ``groups`` call for."""
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         ours = [p for group in self.param_groups for p in group["params"]]
-        pairs = [(p, saved.get(i, {})) for p, i in zip(ours, ids, strict=True) if p in self.state]
-        names = {p: spec.name for p, spec in zip(self._params, self._plan.specs, strict=True)}
-        for p, values in pairs:
-            checkpoint.check_state(values, self.state[p], names[p])
-        for p, values in pairs:
-            checkpoint.copy_state(values, self.state[p])
-        self._steps = checkpoint.counts(self._step_tensor)
+        saved = {p: state_dict["state"].get(i, {}) for p, i in zip(ours, ids, strict=True)}
+        trainable = [item for item in self._everything() if saved[item[-1]] or self._is_trainable(item[-1])]
+        plan = self._make_plan(trainable, groups)
+        for (*_, p), spec, shapes in zip(trainable, plan.specs, expected_shapes(plan, RANK), strict=True):
+            checkpoint.check_state(saved[p], shapes, spec.name)
+        return {p: saved[p] for *_, p in trainable}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """After pickling or deepcopy the state is plain tensors; the next step or save moves it into fresh banks."""

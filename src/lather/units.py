@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bank import Bank, initial_state
+from . import checkpoint
+from .bank import Bank, initial_state, make_stack
+from .blocks import Shape
 from .exchange import Exchange
 from .plan import BankKey, Move, Plan, Run, coalesce
 from .store import Arena, ArenaKey, Store
@@ -61,6 +63,21 @@ def make_banks(
         _allocate(bank, groups[key.group])
         banks.append(bank)
     return banks
+
+
+def expected_shapes(plan: Plan, rank: int) -> list[dict[str, Shape]]:
+    """For each parameter, the state that the plan's options call for: key -> shape."""
+    shapes: list[dict[str, Shape]] = [{"step": ()} for _ in plan.specs]
+    for spec, entry in zip(plan.specs, shapes, strict=True):
+        if plan.groups[spec.group]["momentum"] > 0:
+            entry["momentum"] = spec.shape
+    for key, numbers in plan.banks(rank).items():
+        group = plan.groups[key.group]
+        state = initial_state(key, make_stack(key, len(numbers), group, torch.device("meta")), group)
+        for block in (plan.blocks[i] for i in numbers):
+            for role, tensor in state.items():
+                shapes[block.param][checkpoint.key(role, block.index)] = tuple(tensor.shape[1:])
+    return shapes
 
 
 def identity(bank: Bank, params: Sequence[Tensor]) -> tuple[BankKey, tuple[tuple[int, int], ...]]:

@@ -12,6 +12,7 @@ from .base import Basis, EigenSolver, Root, RootSolver, settle
 from .eigh import Eigh
 from .higher_order import HigherOrder
 from .newton import Newton
+from .numerics import power
 from .qr import Qr
 from .spec import SOLVERS, parse, resolve, spell
 
@@ -27,6 +28,7 @@ __all__ = [
     "RootSolver",
     "choose",
     "parse",
+    "power",
     "resolve",
     "solve",
     "spell",

@@ -90,8 +90,7 @@ def _root(i: int, a: Tensor, e: float, index: Tensor | None, ctx: Context, state
 
 
 def _diagonal_root(i: int, a: Tensor, e: float, ctx: Context, fresh: State) -> Tensor:
-    # In float64, because elementwise pow in float32 depends on the place in a stack (vector body or scalar tail).
-    fresh[f"X{i}"] = (a.double() + ctx.group["eps"]).pow(-e).to(a.dtype)
+    fresh[f"X{i}"] = roots.power(a.double() + ctx.group["eps"], -e).to(a.dtype)
     return fresh[f"X{i}"].isfinite().all(1)
 
 

@@ -1,0 +1,510 @@
+"""Bad input: what the user gets for it, and that nothing else happens."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lather
+
+FAST: dict[str, Any] = {"lr": 0.02, "precondition_frequency": 2, "max_preconditioner_dim": 3, "momentum": 0.9}
+INF, NAN = math.inf, math.nan
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"weight": (6, 5), "twin": (6, 5), "conv": (4, 3, 2), "bias": (6,)}
+    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+
+
+def set_grads(params: dict[str, nn.Parameter], t: int) -> None:
+    for p in params.values():
+        p.grad = (p.detach() + 0.1 * t).sin() + 0.3 * p.detach()
+
+
+def train(opt: lather.Shampoo, params: dict[str, nn.Parameter], steps: int, start: int = 0) -> None:
+    for t in range(start, start + steps):
+        set_grads(params, t)
+        opt.step()
+
+
+def snapshot(opt: lather.Shampoo, p: Tensor) -> Any:
+    return p.detach().clone(), {k: v.clone() for k, v in opt.state[p].items()}
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+# Options.
+
+RANGES: list[tuple[str, Any, str]] = [
+    *(("lr", bad, "at least 0") for bad in (-1.0, NAN, INF, "0.1", None, True)),
+    *(("lr", torch.tensor(bad), "") for bad in (-1.0, NAN, [0.1, 0.2])),
+    *(("betas", bad, "pair") for bad in (0.9, (0.9,), (0.9, 0.9, 0.9), "ab")),
+    *(("betas", (bad, 0.9), "less than 1") for bad in (-0.1, 1.0, NAN)),
+    *(("betas", (0.9, bad), "at most 1") for bad in (-0.1, 1.1, NAN)),
+    *(("beta3", bad, "less than 1") for bad in (-0.1, 1.0, NAN)),
+    *((name, bad, "more than 0") for name in ("eps", "graft_eps", "exponent_multiplier") for bad in (0.0, -1.0, NAN)),
+    *(("weight_decay", bad, "at least 0") for bad in (-0.1, NAN, INF)),
+    *(("momentum", bad, "less than 1") for bad in (-0.1, 1.0, NAN)),
+    *(("dampening", bad, "at most 1") for bad in (-0.1, 1.1, NAN)),
+    *(("graft_beta2", bad, "less than 1") for bad in (-0.1, 1.0, NAN)),
+    *(("precondition_frequency", bad, "at least 1") for bad in (0, -1, 1.5, INF, NAN, "2", True)),
+    *(("max_preconditioner_dim", bad, "at least 1") for bad in (0, -1, 1.5, NAN, None)),
+    *(("start_preconditioning_step", bad, "at least 1") for bad in (0, -1, 1.5, NAN)),
+    *(("batch_dims", bad, "at least 0") for bad in (-1, 0.5, INF)),
+    *(("max_failed_refreshes", bad, "at least 0") for bad in (-1, 0.5, INF)),
+    *(("exponent", bad, "at least 0") for bad in (-0.5, NAN, "half", {2: -1.0}, {2: NAN})),
+    *(("exponent", bad, "at least 1") for bad in ({0: 0.5}, {1.5: 0.5})),
+    *((name, bad, "True or False") for name in ("nesterov", "maximize", "merge_dims") for bad in (1, "yes", None)),
+]
+NAMES: list[tuple[str, str, str]] = [
+    ("graft", "adm", "'adam'"),
+    ("graft", "Adam", "'adam'"),
+    ("graft", "rms_prop", "'rmsprop'"),
+    ("weight_decay_mode", "decouple", "'decoupled'"),
+    ("preconditioner", "shampo", "'shampoo'"),
+    ("large_dim", "diag", "'diagonal'"),
+    ("refresh", "stagered", "'staggered'"),
+    ("on_nonfinite", "rais", "'raise'"),
+    ("state_dtype", "float33", "'float32'"),
+    ("root", "eig", "'eigh'"),
+    ("root", "neuton", "'newton'"),
+    ("root", "newton(iteration=3)", "iterations"),
+    ("root", "newton(iterations=0)", "iterations=0"),
+    ("root", "", "'eigh'"),
+    ("root", "import os", "'eigh'"),
+    ("root", "eigh(", "'eigh'"),
+]
+
+
+@pytest.mark.parametrize("where", ["constructor", "group"])
+@pytest.mark.parametrize(("name", "value", "allowed"), [*RANGES, *NAMES], ids=str)
+def test_bad_option(name: str, value: Any, allowed: str, where: str) -> None:
+    """Argument, value, and what is allowed or was probably meant."""
+    w = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ValueError, match=rf"^{name}\b") as error:
+        if where == "constructor":
+            lather.Shampoo([w], **{name: value})
+        else:
+            lather.Shampoo([{"params": [w], name: value}])
+    text = str(error.value)
+    inner = value[0] if isinstance(value, tuple) and value[0] not in (0.9,) else value
+    shown = list(value.values())[0] if isinstance(value, dict) else inner
+    shown = shown[1] if isinstance(shown, tuple) and len(shown) == 2 else shown
+    assert allowed in text
+    assert repr(shown) in text or (isinstance(value, dict) and str(next(iter(value))) in text)
+
+
+@pytest.mark.parametrize("value", [None, 3, [1], {"eigh": 1}, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["root", "large_dim", "state_dtype", "refresh", "preconditioner"])
+def test_option_of_another_type(name: str, value: Any) -> None:
+    if (name, value) == ("state_dtype", torch.float32):
+        return
+    with pytest.raises(ValueError, match=f"^{name}="):
+        lather.Shampoo([nn.Parameter(torch.ones(2, 2))], **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("momentun", "momentum"), ("weight_decays", "weight_decay"), ("grafts", "graft")]
+)
+def test_misspelt_option_in_a_group(name: str, meant: str) -> None:
+    w = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ValueError, match=f"{name!r}.*{meant!r}"):
+        lather.Shampoo([{"params": [w], name: 0.5}])
+    opt = lather.Shampoo([w])
+    with pytest.raises(ValueError, match=f"{name!r}.*{meant!r}"):
+        opt.add_param_group({"params": [nn.Parameter(torch.ones(2))], name: 0.5})
+    assert len(opt.param_groups) == 1
+    with pytest.raises(TypeError, match=name):
+        lather.Shampoo([w], **{name: 0.5})
+
+
+IDLE: list[tuple[str, dict[str, Any]]] = [
+    ("beta3", {"beta3": 0.5, "betas": (0.0, 0.9)}),
+    ("dampening", {"dampening": 0.5}),
+    ("nesterov", {"nesterov": True}),
+    ("graft_beta2", {"graft_beta2": 0.5, "graft": "sgd"}),
+    ("graft_beta2", {"graft_beta2": 0.5, "graft": "adagrad"}),
+    ("graft_beta2", {"graft_beta2": 0.5, "graft": None}),
+    ("graft_eps", {"graft_eps": 0.5, "graft": "sgd"}),
+    ("graft_eps", {"graft_eps": 0.5, "graft": None}),
+    ("exponent_multiplier", {"exponent_multiplier": 1.82, "exponent": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), IDLE, ids=str)
+def test_option_without_effect(name: str, options: dict[str, Any]) -> None:
+    w = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ValueError, match=f"{name}=.*no effect"):
+        lather.Shampoo([w], **options)
+    with pytest.raises(ValueError, match=f"{name}=.*no effect"):
+        lather.plan({"w": (2, 2)}, **options)
+    lather.Shampoo([w], **{key: value for key, value in options.items() if key != name})
+
+
+@pytest.mark.parametrize("root", ["newton", "higher_order"])
+@pytest.mark.parametrize("options", [{"exponent": 0.123456}, {"exponent": {2: 9.5}}, {"exponent_multiplier": 1.8213}])
+def test_exponent_that_a_solver_cannot_do(root: str, options: dict[str, Any]) -> None:
+    w = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ValueError, match="exponent=.*eigh"):
+        lather.Shampoo([w], root=root, **options)
+    for able in ("eigh", "qr", "auto"):
+        lather.Shampoo([w], root=able, **options)
+    lather.Shampoo([w], root=root, exponent={2: 0.5, 3: 0})
+
+
+def test_batch_dims_name_the_parameter() -> None:
+    params = parameters()
+    opt = lather.Shampoo(params.items(), batch_dims=2)
+    set_grads(params, 0)
+    for call in (opt.plan, opt.step, opt.state_dict):
+        with pytest.raises(ValueError, match=r"batch_dims=2.* bias .*\(6,\)"):
+            call()
+    assert len(opt.state) == 0
+
+
+# Parameters.
+
+
+@pytest.mark.parametrize(
+    ("param", "error", "message"),
+    [
+        (torch.ones(2, 2, dtype=torch.complex64), NotImplementedError, "parameter odd .*complex64"),
+        (torch.ones(2, 2, dtype=torch.int64), TypeError, "parameter odd .*int64"),
+        (torch.ones(2, 2, dtype=torch.bool), TypeError, "parameter odd .*bool"),
+    ],
+)
+def test_dtypes_that_cannot_be_optimized(param: Tensor, error: type[Exception], message: str) -> None:
+    odd = nn.Parameter(param, requires_grad=param.is_complex())
+    with pytest.raises(error, match=message):
+        lather.Shampoo([("odd", odd)])
+    opt = lather.Shampoo(parameters().items())
+    with pytest.raises(error, match=message):
+        opt.add_param_group({"params": [("odd", odd)]})
+    assert len(opt.param_groups) == 1
+
+
+def test_flat_parameters_are_refused() -> None:
+    from torch.distributed.fsdp import FlatParameter
+
+    flat = FlatParameter(torch.ones(8), requires_grad=True)
+    with pytest.raises(ValueError, match=r"parameter flat .*FSDP1.*fully_shard"):
+        lather.Shampoo([("flat", flat)])
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Any]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        yield dist.init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_sharded_parameters_are_refused(swapped: bool, mesh: Any) -> None:
+    """Given at once, or put into the groups later, as launchers do."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    sharded = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    plain = nn.Parameter(torch.ones(4, 4))
+    opt = lather.Shampoo([("weight", plain)])
+    with pytest.raises(NotImplementedError, match="parameter weight .*DTensor"):
+        if swapped:
+            opt.param_groups[0]["params"] = [sharded]
+            sharded.grad = torch.ones_like(sharded)
+            opt.step()
+        else:
+            lather.Shampoo([("weight", sharded)])
+
+
+def test_a_factor_that_does_not_fit() -> None:
+    """Unblocked, one factor of a vocabulary takes 61 GiB; many of them fit nowhere."""
+    tiny = torch.zeros(1)
+    params = [(f"vocabulary{i}", nn.Parameter(tiny.expand(128256, 4))) for i in range(64)]
+    opt = lather.Shampoo(params, max_preconditioner_dim=math.inf)
+    for _, p in params:
+        p.grad = tiny.expand(128256, 4)
+    report = opt.plan()
+    assert report.state_bytes > 64 * 2 * 61 * 2**30
+    for call in (opt.step, opt.state_dict):
+        with pytest.raises(ValueError, match=r"GiB.*128256.*vocabulary.*max_preconditioner_dim.*large_dim"):
+            call()
+    assert len(opt.state) == 0
+    opt.param_groups[0].update(max_preconditioner_dim=64, large_dim="diagonal")
+    assert opt.plan().state_bytes < 2**30
+
+
+# Gradients.
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_sparse_gradient(name: str) -> None:
+    params = parameters()
+    opt = lather.Shampoo(params.items(), **FAST)
+    train(opt, params, 2)
+    before = [snapshot(opt, p) for p in params.values()]
+    params[name].grad = params[name].grad.to_sparse()
+    with pytest.raises(RuntimeError, match=f"parameter {name} .*sparse.*(sparse=False|SparseAdam)"):
+        opt.step()
+    assert_same([snapshot(opt, p) for p in params.values()], before)
+
+
+BLOCK = (slice(3, 6), slice(3, 5))  # the last of the four blocks of a 6 x 5 matrix
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("graft", ["adam", "adagrad", "sgd", None])
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_a_bad_block_waits_and_the_others_do_not(bad: float, graft: str | None, at: int) -> None:
+    """At the first step, at the first refresh and later: as if the block had not been there, for that step."""
+    params, clean = parameters(), parameters()
+    options = FAST | {"graft": graft, "weight_decay": 0.1}
+    opt, other = lather.Shampoo(params.items(), **options), lather.Shampoo(clean.items(), **options)
+    train(opt, params, at - 1)
+    train(other, clean, at - 1)
+    set_grads(params, at)
+    set_grads(clean, at)
+    params["weight"].grad[4, 4] = bad
+    if at > 1:
+        before = snapshot(opt, params["weight"])
+    else:
+        before = params["weight"].detach().clone(), {}
+    with pytest.warns(lather.NumericalWarning, match="parameter weight ") as caught:
+        opt.step()
+    assert len(caught) == 1
+    other.step()
+    w, state = snapshot(opt, params["weight"])
+    good, good_state = snapshot(other, clean["weight"])
+    assert_same(w[BLOCK], before[0][BLOCK])
+    kept = [key for key in before[1] if key.endswith(".3") and key[0] != "X"]
+    assert_same({key: state[key] for key in kept}, {key: before[1][key] for key in kept})
+    assert len(kept) >= 3 or at == 1
+    assert state["step"] == at
+    if at > 1:
+        assert_same(state["momentum"][BLOCK], before[1]["momentum"][BLOCK])
+    else:
+        assert not state["momentum"][BLOCK].any()
+        assert not state["L0.3"].any()
+    mask = torch.ones(6, 5, dtype=torch.bool)
+    mask[BLOCK] = False
+    assert_same(w[mask], good[mask])
+    assert_same(state["momentum"][mask], good_state["momentum"][mask])
+    rest = [key for key in state if "." in key and not key.endswith(".3")]
+    assert_same({key: state[key] for key in rest}, {key: good_state[key] for key in rest})
+    for name in ("twin", "conv", "bias"):
+        assert_same(snapshot(opt, params[name]), snapshot(other, clean[name]))
+    train(opt, params, 4, at)
+    assert all(v.isfinite().all() for s in opt.state.values() for v in s.values())
+    assert not torch.equal(params["weight"][BLOCK], w[BLOCK])
+
+
+def test_bad_gradients_are_reported_once_per_parameter() -> None:
+    params = parameters()
+    opt = lather.Shampoo(params.items(), **FAST)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for t in range(6):
+            set_grads(params, t)
+            params["weight"].grad.fill_(NAN)
+            if t > 2:
+                params["bias"].grad[0] = INF
+            opt.step()
+    assert [w.category for w in caught] == [lather.NumericalWarning] * 2
+    assert [name for w in caught for name in params if f" {name} " in str(w.message)] == ["weight", "bias"]
+    assert issubclass(lather.NumericalWarning, RuntimeWarning)
+
+
+def test_a_vector_waits_whole() -> None:
+    params = parameters()
+    opt = lather.Shampoo(params.items(), **FAST)
+    train(opt, params, 3)
+    before = snapshot(opt, params["bias"])
+    set_grads(params, 3)
+    params["bias"].grad[2] = NAN
+    with pytest.warns(lather.NumericalWarning, match="parameter bias "):
+        opt.step()
+    w, state = snapshot(opt, params["bias"])
+    assert state.pop("step") == before[1].pop("step") + 1
+    assert_same((w, state), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_raising_on_bad_gradients(bad: float, dtype: torch.dtype) -> None:
+    params = {name: nn.Parameter(p.detach().to(dtype)) for name, p in parameters().items()}
+    opt = lather.Shampoo(params.items(), on_nonfinite="raise", **FAST)
+    train(opt, params, 4)
+    before = [snapshot(opt, p) for p in params.values()]
+    set_grads(params, 4)
+    params["conv"].grad[1, 1, 1] = bad
+    with pytest.raises(FloatingPointError, match=r"parameter conv .*step 5\b"):
+        opt.step()
+    assert_same([snapshot(opt, p) for p in params.values()], before)
+    train(opt, params, 2, 4)
+
+
+def test_raising_is_per_group() -> None:
+    params = parameters()
+    groups = [
+        {"params": [("weight", params["weight"])]},
+        {"params": [("bias", params["bias"])], "on_nonfinite": "raise"},
+    ]
+    opt = lather.Shampoo(groups, **FAST)
+    set_grads(params, 0)
+    params["weight"].grad.fill_(NAN)
+    with pytest.warns(lather.NumericalWarning, match="weight"):
+        opt.step()
+    params["bias"].grad[0] = NAN
+    with pytest.raises(FloatingPointError, match="bias"):
+        opt.step()
+
+
+# Roots that fail.
+
+
+class Eigh:
+    """Stands in for `torch.linalg.eigh` and fails for stacks that `fails` picks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.true, self.fails = torch.linalg.eigh, lambda a: False
+        monkeypatch.setattr(torch.linalg, "eigh", self)
+
+    def __call__(self, a: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.fails(a):
+            raise torch.linalg.LinAlgError("does not converge")
+        return self.true(a, *args, **kwargs)
+
+
+@pytest.fixture
+def eigh(monkeypatch: pytest.MonkeyPatch) -> Eigh:
+    return Eigh(monkeypatch)
+
+
+def of_size(d: int) -> Callable[[Tensor], bool]:
+    return lambda a: a.shape[-1] == d
+
+
+def roots(opt: lather.Shampoo, p: Tensor) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in opt.state[p].items() if key.startswith("X")}
+
+
+SHAPED = {"max_preconditioner_dim": 8, "momentum": 0.0, "root": "eigh", "merge_dims": False}
+
+
+def test_a_failed_refresh_keeps_the_last_good_root(eigh: Eigh) -> None:
+    params, clean = parameters(), parameters()
+    params["weight"] = nn.Parameter(torch.cat([params["weight"].detach()] * 2, 1)[:, :7])
+    clean["weight"] = nn.Parameter(params["weight"].detach().clone())
+    opt, other = (lather.Shampoo(p.items(), **FAST | SHAPED) for p in (params, clean))
+    train(opt, params, 3)
+    train(other, clean, 3)
+    before = roots(opt, params["weight"])
+    eigh.fails = of_size(7)
+    with pytest.warns(lather.NumericalWarning, match="block 0 of parameter weight ") as caught:
+        train(opt, params, 1, 3)
+    assert len(caught) == 1
+    eigh.fails = lambda a: False
+    train(other, clean, 1, 3)
+    after = roots(opt, params["weight"])
+    assert_same(after["X1.0"], before["X1.0"])
+    assert not torch.equal(roots(other, clean["weight"])["X1.0"], before["X1.0"])
+    for name in ("twin", "conv", "bias"):
+        assert_same(snapshot(opt, params[name]), snapshot(other, clean[name]))
+    assert params["weight"].isfinite().all()
+    train(opt, params, 2, 4)
+    assert not torch.equal(roots(opt, params["weight"])["X1.0"], before["X1.0"])
+
+
+def test_a_first_root_that_fails(eigh: Eigh) -> None:
+    """There is no last good one: the step is finite all the same, and of the graft's size."""
+    params = parameters()
+    opt = lather.Shampoo(params.items(), **FAST | SHAPED)
+    eigh.fails = lambda a: True
+    with pytest.warns(lather.NumericalWarning):
+        train(opt, params, 3)
+    assert all(p.isfinite().all() for p in params.values())
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_too_many_failures_in_a_row(eigh: Eigh, limit: int) -> None:
+    params = {"first": nn.Parameter(torch.ones(3, 3)), "wide": nn.Parameter(torch.randn(3, 14))}
+    opt = lather.Shampoo(params.items(), **FAST | SHAPED, max_failed_refreshes=limit)
+    train(opt, params, 2)
+    eigh.fails = of_size(7)
+    for refresh in range(limit):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", lather.NumericalWarning)
+            train(opt, params, 2, 2 + 2 * refresh)
+    with pytest.raises(RuntimeError, match=r"block [01] of parameter wide") as error:
+        train(opt, params, 2, 20)
+    text = str(error.value)
+    assert "(3, 7)" in text
+    assert f"{limit + 1} times" in text
+    assert f"max_failed_refreshes={limit}" in text
+    assert "condition" in text
+    assert "e+" in text
+    assert all(p.isfinite().all() for p in params.values())
+
+
+def test_recovery_starts_the_count_again(eigh: Eigh) -> None:
+    params = parameters()
+    opt = lather.Shampoo(params.items(), **FAST | SHAPED, max_failed_refreshes=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lather.NumericalWarning)
+        for t in range(12):
+            eigh.fails = lambda a, t=t: t % 4 == 1
+            train(opt, params, 1, t)
+        eigh.fails = lambda a: True
+        with pytest.raises(RuntimeError, match="max_failed_refreshes=1"):
+            train(opt, params, 4, 12)
+
+
+def test_loading_starts_the_count_again(eigh: Eigh) -> None:
+    """After too many failures the user goes back to a checkpoint and trains on."""
+    params = parameters()
+    opt = lather.Shampoo(params.items(), **FAST | SHAPED, max_failed_refreshes=0)
+    train(opt, params, 2)
+    saved = {key: value for key, value in opt.state_dict().items()}
+    saved["state"] = {i: {k: v.clone() for k, v in state.items()} for i, state in saved["state"].items()}
+    eigh.fails = lambda a: True
+    with pytest.raises(RuntimeError, match="max_failed_refreshes=0"):
+        train(opt, params, 2, 2)
+    eigh.fails = lambda a: False
+    opt.load_state_dict(saved)
+    train(opt, params, 3, 2)
+
+
+@pytest.mark.parametrize("root", ["newton(iterations=1)", "higher_order(iterations=1)"])
+def test_a_solver_that_gives_up_is_helped_out(root: str) -> None:
+    """One round is never enough; float64 does what is left, silently and accurately."""
+    params, exact = parameters(), parameters()
+    opt, other = lather.Shampoo(params.items(), root=root, **FAST), lather.Shampoo(exact.items(), root="eigh", **FAST)
+    train(opt, params, 2)
+    train(other, exact, 2)
+    torch.testing.assert_close(roots(opt, params["weight"]), roots(other, exact["weight"]), rtol=1e-2, atol=1e-2)
+
+
+def test_large_and_small_gradients() -> None:
+    """Finite gradients of any size give finite parameters and state."""
+    for scale in (1e-30, 1e-15, 1e10, 1e18):
+        params = parameters()
+        opt = lather.Shampoo(params.items(), **FAST)
+        start = params["weight"].detach().clone()
+        for t in range(5):
+            set_grads(params, t)
+            for p in params.values():
+                p.grad.mul_(scale)
+            opt.step()
+        assert not torch.equal(params["weight"], start)
+        assert all(p.isfinite().all() for p in params.values())
+        assert all(v.isfinite().all() for s in opt.state.values() for v in s.values())
