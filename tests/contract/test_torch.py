@@ -96,7 +96,7 @@ def test_scheduler(name: str, tensor_lr: bool) -> None:
     close(ours, theirs)
 
 
-def test_scheduler_of_schedulers_survives_a_checkpoint() -> None:
+def test_schedulers_keys_survive_a_checkpoint() -> None:
     """The keys that schedulers add to the groups come back with them."""
     params = parameters()
     opt = lather.Shampoo(params.values(), **FAST)

@@ -1,0 +1,318 @@
+"""The optimizer in float32 against its textbook twin in float64, option by option.
+
+Float32 statistics do not resolve eigenvalues below about 1e-7 of the largest, and an inverse root magnifies just those.
+So gradients here are noise with mild correlations, and eps is large wherever a factor may be rank deficient: the
+comparison must not hinge on digits that float32 does not have.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lather
+from lather.reference import Reference, cut
+
+Shape = tuple[int, ...]
+Options = dict[str, Any]
+
+STEPS = 20
+NEVER: dict[int, Any] = {}
+GRAFTS = ("sgd", "adagrad", "rmsprop", "adam", None)
+FEW: list[Shape] = [(8, 3), (3, 2, 3), (5,)]
+ZOO: list[Shape] = [
+    *FEW,
+    (),
+    (7, 5),  # four kinds of blocks
+    (9, 4),
+    (4, 3, 2, 3),  # a convolution
+    (2, 3, 1, 2, 2),  # one in three dimensions
+    (1, 5),
+    (6, 1, 1),
+    (1,),
+    (0, 3),
+    (11, 2),
+]
+
+# Two quite different optimizers, around which one option at a time is changed.
+ADAM: Options = {"lr": 0.05, "betas": (0.9, 0.95), "eps": 1e-2, "weight_decay": 0.1, "precondition_frequency": 3}
+HEAVY: Options = {
+    "lr": 0.03, "betas": (0.0, 1.0), "eps": 5e-2, "weight_decay": 0.1, "weight_decay_mode": "l2", "momentum": 0.8,
+    "nesterov": True, "merge_dims": False, "precondition_frequency": 4, "start_preconditioning_step": 1,
+}  # fmt: skip
+BASES = {"adam": ADAM | {"max_preconditioner_dim": 4}, "heavy": HEAVY | {"max_preconditioner_dim": 4}}
+
+VARIANTS: dict[str, Options] = {
+    "plain": {},
+    "no filter": {"betas": (0.0, 0.999)},
+    "sum": {"betas": (0.9, 1.0)},
+    "short memory": {"betas": (0.9, 0.95)},
+    "beta3": {"betas": (0.9, 0.95), "beta3": 0.7},
+    "beta3 = 0": {"betas": (0.9, 1.0), "beta3": 0.0},
+    "uncorrected": {"betas": (0.9, 0.95), "bias_correction": False},
+    "exponent": {"exponent": 0.3},
+    "exponents": {"exponent": {2: 0.4, 3: 0.1}, "merge_dims": False},
+    "exponent of one order": {"exponent": {3: 0.5}, "merge_dims": False},
+    "exponent 0": {"exponent": 0.0},
+    "multiplier": {"exponent_multiplier": 1.82},
+    "no decay": {"weight_decay": 0.0},
+    "momentum": {"momentum": 0.9, "nesterov": False},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+    "dampening": {"momentum": 0.9, "dampening": 0.3, "nesterov": False},
+    "dampened nesterov": {"momentum": 0.9, "dampening": 0.3, "nesterov": True},
+    "maximize": {"maximize": True},
+    "merged": {"merge_dims": True, "max_preconditioner_dim": 6},
+    "unmerged": {"merge_dims": False},
+    "whole": {"max_preconditioner_dim": 1024},
+    "diagonal": {"large_dim": "diagonal"},
+    "diagonal everywhere": {"large_dim": "diagonal", "max_preconditioner_dim": 1},
+    "adagrad": {"large_dim": "adagrad"},
+    "vectors": {"precondition_1d": True},
+    "every step": {"precondition_frequency": 1, "start_preconditioning_step": None},
+    "third step": {"precondition_frequency": 3, "start_preconditioning_step": None},
+    "start at 1": {"start_preconditioning_step": 1},
+    "start at 5": {"start_preconditioning_step": 5},
+    "never": {"start_preconditioning_step": math.inf},
+    "staggered": {"refresh": "staggered"},
+    "staggered late": {"refresh": "staggered", "start_preconditioning_step": 5, "precondition_frequency": 7},
+}
+CASES = {
+    f"{base}, {variant}, {graft}": BASES[base] | changes | {"graft": graft}
+    for number, (variant, changes) in enumerate(VARIANTS.items())
+    # Every graft with the first, two in turn with the second.
+    for base, grafts in (("adam", GRAFTS), ("heavy", (GRAFTS[number % 5], GRAFTS[(number + 2) % 5])))
+    for graft in grafts
+    if variant == "plain" or BASES[base] | changes != BASES[base]
+}
+RATES = {t: {"lr": 0.05 * (t / 6 if t < 6 else 0.9 ** (t - 6))} for t in range(1, STEPS + 1)}
+
+
+def noise(shape: Shape) -> Tensor:
+    """With a drift, so that every parameter gets somewhere, and correlated along every dimension."""
+    g = 0.2 + 0.4 * torch.randn(shape)
+    for dim in range(g.dim()):
+        g = g + 0.3 * g.roll(1, dim)
+    return g
+
+
+def translate(opt: lather.Shampoo, group: int, first: int) -> dict[tuple[int, int], int]:
+    """The offsets of a group's blocks as the twin wants them; `first` is the group's first parameter."""
+    blocks = opt._plan.blocks
+    return {(blocks[i].param - first, blocks[i].index): offset for i, offset in opt._plan.offsets(group).items()}
+
+
+class Race:
+    """The optimizer with one or more groups, and one twin per group, side by side."""
+
+    def __init__(self, groups: Sequence[tuple[Sequence[Shape], Options]], dtype: torch.dtype = torch.float32) -> None:
+        state = {"state_dtype": str(dtype).removeprefix("torch.")}
+        self.params = [[torch.nn.Parameter(torch.randn(s).to(dtype)) for s in shapes] for shapes, _ in groups]
+        self.start = [[p.detach().to(torch.float64, copy=True) for p in params] for params in self.params]
+        self.opt = lather.Shampoo(
+            [{"params": ps, **state, **o} for ps, (_, o) in zip(self.params, groups, strict=True)]
+        )
+        self.opt.state_dict()  # makes the plan
+        self.twins = [Reference(ps, **o, offsets={}) for ps, (_, o) in zip(self.params, groups, strict=True)]
+
+    def change(self, options: Mapping[str, Any]) -> None:
+        for group, twin in zip(self.opt.param_groups, self.twins, strict=True):
+            group.update(options)
+            twin.options.update(options)
+
+    def step(self, keep: float, spoil: Mapping[int, float]) -> None:
+        """One step with new gradients, each there with probability `keep`; `spoil` gives some a bad first element."""
+        first = 0
+        for number, (params, twin) in enumerate(zip(self.params, self.twins, strict=True)):
+            if twin.options["refresh"] == "staggered":
+                twin.offsets = translate(self.opt, number, first)
+            for i, p in enumerate(params):
+                g = noise(p.shape).to(p.dtype)
+                if i in spoil:
+                    g.view(-1)[0] = spoil[i]
+                p.grad = g if torch.rand(()) < keep else None
+            twin.step([p.grad for p in params])
+            first += len(params)
+        self.opt.step()
+
+    def error(self) -> float:
+        """The largest distance between a parameter and its twin's, relative to the way it went."""
+        worst = 0.0
+        for params, twin, start in zip(self.params, self.twins, self.start, strict=True):
+            for p, w, w0 in zip(params, twin.params, start, strict=True):
+                if p.numel():
+                    assert (w - w0).norm() > 1e-2 * w0.norm(), "a race in which nobody moves shows nothing"
+                    worst = max(worst, ((p.detach().double() - w).norm() / (w - w0).norm()).item())
+        return worst
+
+    def run(
+        self,
+        live: Mapping[int, Options] = NEVER,
+        spoil: Mapping[int, Mapping[int, float]] = NEVER,
+        keep: float = 1.0,
+    ) -> float:
+        """All steps, with options changed live and gradients spoilt at some of them; see `step`."""
+        for t in range(1, STEPS + 1):
+            self.change(live.get(t, {}))
+            self.step(keep, spoil.get(t, {}))
+        return self.error()
+
+
+def race(shapes: Sequence[Shape], options: Options, **conditions: Any) -> None:
+    assert Race([(shapes, options)]).run(**conditions) <= 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_option_at_a_time(case: str) -> None:
+    race(FEW, CASES[case])
+
+
+@pytest.mark.parametrize("graft", GRAFTS)
+@pytest.mark.parametrize("base", BASES)
+def test_every_shape(base: str, graft: str | None) -> None:
+    race(ZOO, BASES[base] | {"graft": graft})
+
+
+PAIRS: dict[str, Options] = {
+    "blocks of one element": {"max_preconditioner_dim": 1, "precondition_1d": True},
+    "coupled": {"weight_decay_mode": "l2"},
+    "nesterov, beta3": {"momentum": 0.9, "nesterov": True, "beta3": 0.5},
+    "maximize, l2": {"maximize": True, "weight_decay_mode": "l2", "weight_decay": 0.3},
+    "maximize, momentum, corrected": {"maximize": True, "momentum": 0.9, "weight_decay_mode": "corrected"},
+    "sum, uncorrected": {"betas": (0.9, 1.0), "bias_correction": False},
+    "sum, graft_beta2": {"betas": (0.9, 1.0), "graft_beta2": 0.9, "graft_eps": 1e-2},
+    "uncorrected, graft_beta2": {"bias_correction": False, "graft_beta2": 0.8, "graft_eps": 1e-3},
+    "diagonal, exponents": {"large_dim": "diagonal", "exponent": {1: 0.2, 2: 0.4, 3: 0.3}, "precondition_1d": True},
+    "diagonal, vectors, unmerged": {"large_dim": "diagonal", "merge_dims": False, "precondition_1d": True},
+    "diagonal, multiplier, ungrafted": {"large_dim": "diagonal", "exponent_multiplier": 1.82, "graft": None},
+    "adagrad, ungrafted": {"large_dim": "adagrad", "graft": None, "graft_eps": 1e-3, "momentum": 0.8},
+    "adagrad, sgd, uncorrected": {"large_dim": "adagrad", "graft": "sgd", "bias_correction": False},
+    "staggered, diagonal, vectors": {"refresh": "staggered", "large_dim": "diagonal", "precondition_1d": True},
+    "staggered, start at 1, ungrafted": {"refresh": "staggered", "start_preconditioning_step": 1, "graft": None},
+    "staggered, every step": {"refresh": "staggered", "precondition_frequency": 1},
+    "staggered, never": {"refresh": "staggered", "start_preconditioning_step": math.inf},
+    "vectors, pieces, exponent 0": {"precondition_1d": True, "exponent": {1: 0.0, 2: 0.5}},
+    "ungrafted, uncorrected": {"graft": None, "bias_correction": False, "momentum": 0.9},
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_options_together(pair: str) -> None:
+    race([*FEW, (7, 5), ()], BASES["adam"] | PAIRS[pair])
+
+
+@pytest.mark.parametrize("momentum", [{}, {"momentum": 0.9, "nesterov": True}], ids=["", "nesterov"])
+@pytest.mark.parametrize("graft", ["adam", "sgd"])
+@pytest.mark.parametrize("mode", ["decoupled", "l2", "corrected", "independent"])
+def test_decay_while_the_rate_changes(mode: str, graft: str, momentum: Options) -> None:
+    race(FEW, BASES["adam"] | {"graft": graft, "weight_decay": 0.3, "weight_decay_mode": mode} | momentum, live=RATES)
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "l2", "corrected", "independent"])
+def test_decay_when_the_rate_starts_at_zero(mode: str) -> None:
+    """Warm-up from zero: nothing moves at first, but momentum already gathers."""
+    rates = {1: {"lr": 0.0}, 3: {"lr": 0.03}, 4: {"lr": 0.05}}
+    race(FEW, BASES["heavy"] | {"lr": 0.0, "weight_decay": 0.3, "weight_decay_mode": mode}, live=rates)
+
+
+@pytest.mark.parametrize("graft", GRAFTS)
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("refresh", ["together", "staggered"])
+def test_missing_gradients(refresh: str, base: str, graft: str | None) -> None:
+    """Same-shaped parameters whose steps drift apart."""
+    race([*FEW, *FEW, (8, 3)], BASES[base] | {"graft": graft, "refresh": refresh}, keep=0.6)
+
+
+LIVE: dict[str, dict[int, Options]] = {
+    "lr": RATES,
+    "betas": {5: {"betas": (0.8, 0.9)}, 12: {"betas": (0.95, 0.99)}},
+    "sum": {7: {"betas": (0.9, 1.0)}},
+    "filter on": {1: {"betas": (0.0, 0.95)}, 6: {"betas": (0.9, 0.95)}},
+    "filter off": {6: {"betas": (0.0, 0.95)}},
+    "momentum on": {6: {"momentum": 0.9}},
+    "momentum off": {1: {"momentum": 0.9}, 6: {"momentum": 0.0}},
+    "eps": {5: {"eps": 1e-1}, 10: {"eps": 2e-2}},
+    "weight_decay": {1: {"weight_decay": 0.0}, 5: {"weight_decay": 0.5}, 11: {"weight_decay": 0.2}},
+    "weight_decay_mode": {4: {"weight_decay_mode": "l2"}, 9: {"weight_decay_mode": "independent"}},
+    "exponent": {8: {"exponent": 0.5}},
+    "graft_eps": {5: {"graft_eps": 1e-2}},
+    "graft_beta2": {5: {"graft_beta2": 0.7}},
+    "more often": {8: {"precondition_frequency": 2}},
+    "less often": {10: {"precondition_frequency": 5}},
+    "bias_correction": {6: {"bias_correction": False}},
+    "maximize": {6: {"maximize": True}, 9: {"maximize": False}},
+}
+
+
+@pytest.mark.parametrize("change", LIVE)
+def test_options_change_between_steps(change: str) -> None:
+    race(FEW, BASES["adam"], live=LIVE[change])
+
+
+@pytest.mark.parametrize("graft", ["adam", "sgd", None])
+@pytest.mark.parametrize(("before", "after"), [(10, 3), (3, 8)], ids=["no root yet", "root there"])
+def test_the_frequency_changes_around_the_first_refresh(before: int, after: int, graft: str | None) -> None:
+    """A block follows its graft until it has a root, and its root from then on, whatever the default start becomes."""
+    live = {1: {"precondition_frequency": before}, 5: {"precondition_frequency": after}}
+    race(FEW, BASES["adam"] | {"graft": graft}, live=live)
+
+
+@pytest.mark.parametrize("refresh", ["together", "staggered"])
+def test_groups_have_options_of_their_own(refresh: str) -> None:
+    one = BASES["adam"] | {"refresh": refresh, "precondition_frequency": 5}
+    two = BASES["heavy"] | {"graft": "rmsprop", "large_dim": "diagonal", "precondition_1d": True}
+    three = BASES["adam"] | {"graft": None, "weight_decay_mode": "independent", "max_preconditioner_dim": 1024}
+    assert Race([(FEW, one), (FEW, two), ([(8, 3)], three), (FEW, one)]).run(keep=0.8) <= 1e-5
+
+
+@pytest.mark.parametrize("graft", GRAFTS)
+@pytest.mark.parametrize("large_dim", ["block", "diagonal", "adagrad"])
+def test_batch_dimensions(large_dim: str, graft: str | None) -> None:
+    shapes: list[Shape] = [(3, 6, 4), (2, 1, 5), (3, 2, 3, 2), (4,), (2, 3)]
+    race(shapes, BASES["adam"] | {"batch_dims": 1, "large_dim": large_dim, "graft": graft})
+
+
+@pytest.mark.parametrize("refresh", ["together", "staggered"])
+def test_a_bad_gradient_is_skipped(refresh: str) -> None:
+    """At any point of the period, refreshes included; a block that is not hit goes on."""
+    run = Race([([(8, 3), (8, 3), (5,)], BASES["adam"] | {"momentum": 0.9, "refresh": refresh})])
+    bad = {2: {0: math.nan}, 3: {1: math.inf}, 6: {0: math.nan, 2: -math.inf}, 7: {0: math.nan}}
+    with pytest.warns(lather.NumericalWarning):
+        error = run.run(spoil=bad)
+    assert error <= 1e-5
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_state(base: str) -> None:
+    """Not only the parameters: factors, roots, filtered gradients, graft moments and momenta."""
+    run = Race([(ZOO, BASES[base] | {"precondition_1d": True, "large_dim": "diagonal"})])
+    run.run()
+    (params,), (twin,) = run.params, run.twins
+    for p, blocks, sizes in zip(params, twin.blocks, twin.sizes, strict=True):
+        state = run.opt.state[p]
+        for j, block in enumerate(blocks if p.numel() else []):
+            expected = {"v": block.v, "m": block.m} if twin.options["betas"][0] else {"v": block.v}
+            expected |= {f"L{i}": factor for i, factor in enumerate(block.factors)}
+            expected |= {f"X{i}": root for i, root in enumerate(block.roots or []) if root is not None}
+            assert {key.partition(".")[0] for key in state if key.endswith(f".{j}")} == expected.keys()
+            for role, value in expected.items():
+                ours = state[f"{role}.{j}"].double().reshape(value.shape)
+                assert (ours - value).norm() <= 1e-5 * value.norm(), (p.shape, role)
+            if twin.options["momentum"]:
+                ours = cut(state["momentum"].double(), sizes)[j]
+                assert (ours - block.momentum).norm() <= 1e-5 * block.momentum.norm()
+
+
+@pytest.mark.parametrize("graft", GRAFTS)
+@pytest.mark.parametrize("base", BASES)
+def test_float64(base: str, graft: str | None) -> None:
+    assert Race([(ZOO, BASES[base] | {"graft": graft})], torch.float64).run(keep=0.8) <= 1e-12
+
+
+@pytest.mark.parametrize("graft", GRAFTS)
+def test_the_default_eps_where_factors_have_full_rank(graft: str | None) -> None:
+    """By the first refresh every factor has seen more columns than it has rows, so eps = 1e-12 decides nothing."""
+    options = {"lr": 0.05, "betas": (0.9, 1.0), "graft": graft, "precondition_1d": True, "precondition_frequency": 10}
+    race([(8, 6), (5, 3, 2), (4,)], options)
