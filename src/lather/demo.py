@@ -260,7 +260,7 @@ class Column(NamedTuple):
 
 
 COLUMNS = (
-    Column("train loss", 4, lambda run: run.looks[-1].loss),
+    Column("train loss", 5, lambda run: run.looks[-1].loss),
     Column("test accuracy %", 2, lambda run: 100 * run.looks[-1].held_accuracy),
     Column(f"steps to loss {TARGET_LOSS:g}", 0, lambda run: first(run, low_loss)),
     Column(f"steps to {TARGET_ACCURACY:.0%}", 0, lambda run: first(run, high_accuracy)),

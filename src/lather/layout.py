@@ -18,7 +18,7 @@ def check_parameter(param: Tensor, name: str) -> None:
         )
     if not param.is_floating_point():
         raise TypeError(f"parameter {name} has dtype {param.dtype}; only floating-point parameters can be optimized")
-    if type(param).__name__ == "FlatParameter":
+    if getattr(param, "_is_flat_param", False):
         raise ValueError(
             f"parameter {name} is a flat parameter of FSDP1, which hides the matrices; wrap the model with "
             "torch.distributed.fsdp.fully_shard (FSDP2) instead"

@@ -13,7 +13,7 @@ from . import checkpoint, rules
 from .bank import Bank
 from .health import Watch
 from .layout import check_parameter, stored_regions
-from .options import OPTIONS, STRUCTURAL, check_options, closest, state_dtype
+from .options import OPTIONS, STRUCTURAL, check_options, check_values, closest, state_dtype
 from .plan import Plan, Spec, make_plan
 from .plan_report import PlanReport, check_memory
 from .units import Unit, expected_shapes, identity, make_banks, make_units
@@ -74,6 +74,7 @@ class Shampoo(torch.optim.Optimizer):
     ) -> None:
         given = dict(locals())
         _refuse_flags(given)
+        self._structure: list[tuple[Any, ...]] = []
         self._reset()
         super().__init__(params, {name: given[name] for name in OPTIONS})
 
@@ -88,6 +89,8 @@ class Shampoo(torch.optim.Optimizer):
                 raise ValueError(f"param group has the unknown option {name!r}; did you mean {guess!r}?")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        for flag in _FLAGS:  # torch's own defaults may bring one along
+            group.pop(flag, None)
         try:
             check_options(group)
             for position, param in enumerate(group["params"]):
@@ -146,7 +149,8 @@ class Shampoo(torch.optim.Optimizer):
         return not any(bool(grad.any()) for grad in grads.values())
 
     def _refuse_nonfinite(self, grads: Mapping[int, Tensor]) -> None:
-        strict = [i for i in grads if self.param_groups[self._plan.specs[i].group]["on_nonfinite"] == "raise"]
+        groups = [self.param_groups[spec.group] for spec in self._plan.specs]
+        strict = [i for i, grad in grads.items() if groups[i]["on_nonfinite"] == "raise" and grad.numel()]
         if not strict:
             return
         sizes = torch._foreach_norm([grads[i] for i in strict], float("inf"))
@@ -174,15 +178,30 @@ class Shampoo(torch.optim.Optimizer):
             if unit.bank.counts.is_cpu or step % group["precondition_frequency"] == 0:
                 self._watch.look(unit.bank, group, lambda i: self._plan.specs[i].name)
 
+    def health(self) -> dict[str, dict[str, int]]:
+        """What went wrong so far, by parameter: gradients skipped, and refreshes that failed in a row. Empty is good."""
+        found: dict[str, dict[str, int]] = {}
+        for unit in self._units:
+            for block, skipped, failed in zip(unit.bank.blocks, *unit.bank.counts.tolist(), strict=True):
+                if skipped or failed:
+                    seen = found.setdefault(self._plan.specs[block.param].name, {"skipped": 0, "failed": 0})
+                    seen["skipped"], seen["failed"] = max(seen["skipped"], skipped), max(seen["failed"], failed)
+        return found
+
     # Planning and state.
 
     def plan(self) -> PlanReport:
         """What is preconditioned and how, memory by kind and work per step; needs no step and allocates nothing."""
         return PlanReport(self._make_plan(self._trainable(), self.param_groups))
 
+    def _started(self) -> bool:
+        """Whether any parameter has taken a step."""
+        return any(self._steps) or (
+            not self._params and any(entry["step"] > 0 for entry in self.state.values() if entry)
+        )
+
     def _reset(self) -> None:
         self._signature: Any = None
-        self._structure: list[tuple[Any, ...]] = []
         self._params: list[Tensor] = []
         self._steps: list[int] = []
         self._units: list[Unit] = []
@@ -201,10 +220,11 @@ class Shampoo(torch.optim.Optimizer):
         return [item for item in self._everything() if self._is_trainable(item[-1])]
 
     def _make_plan(self, trainable: Iterable[tuple[int, int, Tensor]], groups: list[dict[str, Any]]) -> Plan:
-        specs = [
-            Spec(_name(groups[g], g, i), tuple(p.shape), g, str(p.device), str(p.dtype).removeprefix("torch."))
-            for g, i, p in trainable
-        ]
+        specs = []
+        for g, i, p in trainable:
+            name = _name(groups[g], g, i)
+            check_parameter(p, name)  # again, because wrappers swap parameters after construction
+            specs.append(Spec(name, tuple(p.shape), g, str(p.device), str(p.dtype).removeprefix("torch.")))
         return make_plan(specs, groups, [stored_regions(p, (RANK,)) for *_, p in trainable])
 
     def _prepare(self) -> None:
@@ -215,7 +235,7 @@ class Shampoo(torch.optim.Optimizer):
         signature = ([(id(p), p.device) for *_, p in trainable], structure, extras)
         if signature == self._signature:
             return
-        if any(self._steps):
+        if self._started():
             _refuse_restructuring(self._structure, structure)
         self._build(self._make_plan(trainable, self.param_groups), [p for *_, p in trainable])
         self._signature, self._structure = signature, structure
@@ -225,7 +245,7 @@ class Shampoo(torch.optim.Optimizer):
         check_memory(plan)
         old_banks = {identity(unit.bank, self._params): unit.bank for unit in self._units}
         banks = make_banks(plan, RANK, params, self.param_groups, old_banks)
-        old_state = {p: self.state[p] for p in params if p in self.state}
+        old_state = {p: self.state[p] for p in params if p in self.state} if self._started() else {}
         self._plan, self._params = plan, params
         self._publish(banks, old_state)
         self._steps = checkpoint.counts(self._step_tensor)
@@ -265,7 +285,7 @@ class Shampoo(torch.optim.Optimizer):
         saved = copy.deepcopy(state_dict["param_groups"])
         for theirs, mine in zip(saved, self.param_groups, strict=True):
             theirs |= {name: mine[name] for name in ("params", "param_names") if name in mine}
-            check_options(theirs)
+            check_values(theirs)
         entries = self._check_entries(state_dict, saved)
         for mine, theirs in zip(self.param_groups, saved, strict=True):
             mine.update(theirs)
@@ -275,6 +295,8 @@ class Shampoo(torch.optim.Optimizer):
         for p, entry in entries.items():
             checkpoint.copy_state(entry, self.state[p])
         self._steps = checkpoint.counts(self._step_tensor)
+        for unit in self._units:
+            unit.bank.counts.zero_()
         for after in list(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 
@@ -288,6 +310,9 @@ class Shampoo(torch.optim.Optimizer):
         for (*_, p), spec, shapes in zip(trainable, plan.specs, expected_shapes(plan, RANK), strict=True):
             checkpoint.check_state(saved[p], shapes, spec.name)
         return {p: saved[p] for *_, p in trainable}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_structure": self._structure}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """After pickling or deepcopy the state is plain tensors; the next step or save moves it into fresh banks."""

@@ -44,6 +44,8 @@ def _lr(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise _fail(name, value, "a number or a tensor of one element")
+        if not 0 <= value.item() < math.inf:
+            raise _fail(name, value, "at least 0")
         return value
     return _number(0)(name, value)
 
@@ -154,9 +156,8 @@ STRUCTURAL = tuple(name for name, option in OPTIONS.items() if option.structural
 
 
 def check_options(group: dict[str, Any]) -> None:
-    """Validate and normalise a param group's options in place; raise ``ValueError`` on the first that is wrong."""
-    for name, option in OPTIONS.items():
-        group[name] = option.check(name, group[name])
+    """Validate and normalise the options that a user gave a param group."""
+    check_values(group)
     _refuse_without_effect(group)
     if group["root"] != "auto" and (exponents := group["exponent"] or group["exponent_multiplier"] != 1):
         solver = roots.parse(group["root"])
@@ -164,6 +165,12 @@ def check_options(group: dict[str, Any]) -> None:
         for order in orders or (1, 2, 3):
             if e := exponent(group, order):
                 solver.check(e)
+
+
+def check_values(group: dict[str, Any]) -> None:
+    """Validate and normalise a param group's options in place; raise ``ValueError`` on the first that is wrong."""
+    for name, option in OPTIONS.items():
+        group[name] = option.check(name, group[name])
 
 
 def _refuse_without_effect(group: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import assign
 from .blocks import Block, Region, Shape, cut
+from .options import exponent
 from .roots import resolve
 
 GEOMETRY = ("max_preconditioner_dim", "merge_dims", "large_dim", "batch_dims", "precondition_1d")
@@ -109,7 +110,9 @@ def make_plan(
 
 
 def refresh_cost(block: Block, options: Mapping[str, Any], device: str) -> float:
-    return assign.refresh_flops(block, lambda d: resolve(options["root"], d, device))
+    return assign.refresh_flops(
+        block, lambda d: resolve(options["root"], d, device, exponent(options, len(block.shape)))
+    )
 
 
 def _load(block: Block, specs: Sequence[Spec], groups: Sequence[Mapping[str, Any]]) -> float:

@@ -156,9 +156,10 @@ def _param_row(plan: Plan, index: int) -> ParamRow:
 
 
 def _bank_row(plan: Plan, key: BankKey, numbers: Sequence[int], roles: Mapping[str, int]) -> BankRow:
-    root = plan.groups[key.group]["root"]
+    group = plan.groups[key.group]
+    root, e = group["root"], options.exponent(group, len(key.shape))
     sides = zip(key.shape, key.modes, strict=False)
-    solvers = tuple(spell(resolve(root, d, key.device)) if mode == "full" else "diagonal" for d, mode in sides)
+    solvers = tuple(spell(resolve(root, d, key.device, e)) if mode == "full" else "diagonal" for d, mode in sides)
     return BankRow(key.group, key.method, len(numbers), key.shape, key.modes, solvers, sum(roles.values()))
 
 

@@ -62,5 +62,5 @@ def update_(w: Tensor, p: Tensor, m: Tensor | None, group: Mapping[str, Any]) ->
         mu, damped = group["momentum"], p * (1 - group["dampening"])
         new = m * mu + damped
         p = damped + new * mu if group["nesterov"] else new
-        torch.where(go, new, m, out=m)
+        torch.where(go, new.to(m.dtype), m, out=m)
     torch.where(go, w - p * number(group["lr"]), w, out=w)

@@ -80,9 +80,9 @@ def expected_shapes(plan: Plan, rank: int) -> list[dict[str, Shape]]:
     return shapes
 
 
-def identity(bank: Bank, params: Sequence[Tensor]) -> tuple[BankKey, tuple[tuple[int, int], ...]]:
+def identity(bank: Bank, params: Sequence[Tensor]) -> tuple[BankKey, torch.dtype, tuple[tuple[int, int], ...]]:
     """What a bank's memory belongs to, independent of positions in a plan."""
-    return bank.key, tuple((id(params[block.param]), block.index) for block in bank.blocks)
+    return bank.key, bank.stack.dtype, tuple((id(params[block.param]), block.index) for block in bank.blocks)
 
 
 def _allocate(bank: Bank, group: Group) -> None:

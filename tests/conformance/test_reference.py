@@ -38,9 +38,7 @@ def power(a: Tensor, e: float) -> Tensor:
     return result
 
 
-def compare_with_torch(
-    twin: Reference, opt: torch.optim.Optimizer, grad: Callable[[Tensor, int], Tensor]
-) -> None:
+def compare_with_torch(twin: Reference, opt: torch.optim.Optimizer, grad: Callable[[Tensor, int], Tensor]) -> None:
     theirs = opt.param_groups[0]["params"]
     start = [p.detach().clone() for p in theirs]
     for t in range(1, 31):
@@ -122,9 +120,7 @@ def test_beta3_and_bias_correction() -> None:
     """Two steps of the filter, by hand: m = 0.2 a, then g_bar = beta3 m + (1 - beta3) b."""
     a, b = tensors(1, [(3,), (3,)])
     for corrected in (True, False):
-        twin = Reference(
-            [torch.zeros(3)], lr=1.0, betas=(0.8, 1.0), beta3=0.5, graft="sgd", bias_correction=corrected
-        )
+        twin = Reference([torch.zeros(3)], lr=1.0, betas=(0.8, 1.0), beta3=0.5, graft="sgd", bias_correction=corrected)
         twin.step([a])
         twin.step([b])
         first, second = (0.5, 1 - 0.5 * 0.8) if corrected else (1.0, 1.0)
@@ -206,9 +202,7 @@ def test_third_order() -> None:
     twin = shampoo(torch.zeros(3, 4, 2), merge_dims=False, eps=1e-2, exponent={2: 9.0})
     twin.step([g])
     subscripts = ("iab,jab->ij", "aib,ajb->ij", "abi,abj->ij")
-    x = [
-        power(torch.einsum(s, g, g) + 1e-2 * eye(d), -1 / 6) for s, d in zip(subscripts, g.shape, strict=True)
-    ]
+    x = [power(torch.einsum(s, g, g) + 1e-2 * eye(d), -1 / 6) for s, d in zip(subscripts, g.shape, strict=True)]
     close(-twin.params[0], torch.einsum("abc,ai,bj,ck->ijk", g, *x), 1e-10)
     idle = shampoo(torch.zeros(3, 4, 2), merge_dims=False, exponent={3: 0.0})
     idle.step([g])

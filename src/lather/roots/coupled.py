@@ -94,6 +94,15 @@ def fraction(e: float) -> Fraction:
     return ratio
 
 
+def supports(e: float) -> bool:
+    """Whether a coupled iteration can do the exponent."""
+    try:
+        fraction(e)
+    except ValueError:
+        return False
+    return True
+
+
 def series(p: int, order: int) -> list[float]:
     """The first `order` coefficients of `(1 - r)^(-1/p)`."""
     terms = [1.0]

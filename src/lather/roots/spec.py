@@ -40,9 +40,9 @@ def parse(spec: str | RootSolver) -> RootSolver:
         raise ValueError(f"root={spec!r}: {error}; options of {name}: {known}") from None
 
 
-def resolve(spec: str | RootSolver, d: int, device: torch.device | str) -> RootSolver:
-    """`parse`, with `"auto"` decided for matrices of size `d`."""
-    return choose(d, device) if spec == "auto" else parse(spec)
+def resolve(spec: str | RootSolver, d: int, device: torch.device | str, e: float) -> RootSolver:
+    """`parse`, with `"auto"` decided for matrices of size `d` and the exponent `e`."""
+    return choose(d, device, e) if spec == "auto" else parse(spec)
 
 
 def spell(solver: RootSolver) -> str:

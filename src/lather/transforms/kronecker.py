@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from .. import roots
+from .. import options, roots
 from ..linalg import ema_, gram, gram_diagonal, mode_product, per_slot, symmetrize
 from .base import Context, Preconditioner, Stack, State
 
@@ -32,7 +32,7 @@ class Kronecker(Preconditioner):
                 state[f"L{i}"] = stack.zeros(d, d)
                 state[f"X{i}"] = stack.zeros(d, d)
                 state[f"X{i}"].diagonal(dim1=1, dim2=2).fill_(1)
-                solver = roots.resolve(group["root"], d, stack.device)
+                solver = roots.resolve(group["root"], d, stack.device, options.exponent(group, len(stack.shape)))
                 warm = solver.init(stack.n, d, stack.dtype, stack.device)
                 state |= {f"{role}{i}": value for role, value in warm.items()}
             else:
@@ -64,6 +64,8 @@ class Kronecker(Preconditioner):
             a = _take(state[f"L{i}"], index).to(ctx.alive.dtype)
             a = a / per_slot(bc2, a)
             ok &= _diagonal_root(i, a, e, ctx, fresh) if a.dim() == 2 else _root(i, a, e, index, ctx, state, fresh)
+            if fresh[f"X{i}"].dtype != state[f"X{i}"].dtype:  # it must also be finite in what it is kept in
+                ok &= fresh[f"X{i}"].to(state[f"X{i}"].dtype).isfinite().flatten(1).all(1)
         for role, value in fresh.items():  # a block takes all its new roots or none
             _put(state[role], index, value, ok)
         return ok
@@ -80,7 +82,7 @@ class Kronecker(Preconditioner):
 def _root(i: int, a: Tensor, e: float, index: Tensor | None, ctx: Context, state: State, fresh: State) -> Tensor:
     """Solve for a mode's roots, from the warm start in ``state`` if the solver has one, into ``fresh``."""
     d = a.shape[-1]
-    solver = roots.resolve(ctx.group["root"], d, a.device)
+    solver = roots.resolve(ctx.group["root"], d, a.device, e)
     roles = solver.init(0, d, a.dtype, a.device)
     warm = {role: _take(state[f"{role}{i}"], index).to(a.dtype) for role in roles}
     root = roots.solve(solver, symmetrize(a), e, ctx.group["eps"], warm)
