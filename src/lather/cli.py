@@ -1,4 +1,4 @@
-"""The command line: ``lather demo``, ``lather plan`` and ``lather --version``."""
+"""The command line: ``lather demo``, ``lather plan``, ``lather options`` and ``lather --version``."""
 
 from __future__ import annotations
 
@@ -49,6 +49,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--max-preconditioner-dim", type=float, default=1024, metavar="N", help="default %(default)s")
     plan.add_argument("--json", action="store_true", help="as JSON")
+
+    options = commands.add_parser("options", help="every option of lather.Shampoo, as Markdown")
+    options.set_defaults(run=run_options)
     return parser
 
 
@@ -71,6 +74,12 @@ def run_plan(args: argparse.Namespace) -> str:
     except ValueError as error:
         raise UserError(error) from error
     return json.dumps(report.to_dict(), indent=2) if args.json else str(report)
+
+
+def run_options(args: argparse.Namespace) -> str:
+    from .options import markdown
+
+    return markdown()
 
 
 def whole(text: str) -> int:

@@ -224,3 +224,25 @@ def state_dtype(group: Mapping[str, Any]) -> torch.dtype:
 def compute_dtype(group: Mapping[str, Any]) -> torch.dtype:
     """float32, or better where the state is."""
     return torch.promote_types(state_dtype(group), torch.float32)
+
+
+def markdown() -> str:
+    """``docs/options.md``."""
+    rows = [
+        f"| `{name}` | `{option.default!r}` | {option.text}{' †' if option.structural else ''} |"
+        for name, option in OPTIONS.items()
+    ]
+    return "\n".join(
+        [
+            "# Options of `lather.Shampoo`",
+            "",
+            "Written by `python -m lather options`. Every option may be given for all parameters or per param group, and is read",
+            "on every step, so schedulers may change it; those marked † decide which blocks and state there are and are fixed",
+            "after the first step. A value out of range, and an option that would have no effect beside the others, is a",
+            "`ValueError`.",
+            "",
+            "| option | default | meaning |",
+            "|---|---|---|",
+            *rows,
+        ]
+    )

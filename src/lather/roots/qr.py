@@ -50,9 +50,7 @@ class Qr(EigenSolver):
             raise ValueError(f"tolerance={self.tolerance!r} must be positive; inf never falls back to eigh")
 
     def init(self, n: int, d: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
-        q = torch.zeros(
-            n, d, d, dtype=dtype, device=device
-        )  # repeat() of an identity drags sympy in on the meta device
+        q = torch.zeros(n, d, d, dtype=dtype, device=device)
         q.diagonal(dim1=1, dim2=2).fill_(1)
         return {"Q": q}
 
