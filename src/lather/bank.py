@@ -12,7 +12,7 @@ from . import options
 from .blocks import Block
 from .linalg import norms, per_slot, rescale
 from .plan import BankKey
-from .schedule import first_refresh, is_due
+from .schedule import is_due
 from .transforms import GRAFTS, PRECONDITIONERS, Context, Preconditioner, Stack, State, filter_gradient, init_filter
 
 
@@ -28,6 +28,7 @@ class Bank:
         self.blocks = tuple(blocks)
         self.stack = make_stack(key, len(blocks), group, torch.device(key.device))
         self.state: State = {}
+        self.begun = False  # whether a slot may have been refreshed, as far as the host knows
         self.counts = torch.zeros(2, len(blocks), dtype=torch.int32, device=self.stack.device)
 
     def views(self) -> Iterator[tuple[Block, str, Tensor]]:
@@ -35,6 +36,13 @@ class Bank:
         for role, tensor in self.state.items():
             for block, view in zip(self.blocks, tensor.unbind(), strict=True):
                 yield block, role, view
+
+    def state_changed(self, group: Mapping[str, Any]) -> None:
+        """To be called when the state was written from outside, by a checkpoint: forget failures, look for roots."""
+        self.counts.zero_()
+        method = preconditioner_of(self.key, group)
+        ready = None if method is None else method.ready(self.state)
+        self.begun = ready is not None and bool(ready.any())
 
     def update(
         self,
@@ -82,34 +90,26 @@ class Bank:
         if method is None:
             return graft.apply(self.state, u, ctx)
         method.accumulate(self.state, grads, ctx)
-        due, ready = self._timetable(ctx, active, offsets)
-        if due:
+        if due := self._due(ctx, active, offsets):
             self._count_failures(due, method.refresh(self.state, due, ctx))
-        if not any(ready):
-            return graft.apply(self.state, u, ctx)
-        direction = method.apply(self.state, u, ctx)
-        if ctx.group["graft"] is None and all(ready):
-            return direction
+            self.begun = True
         own = graft.apply(self.state, u, ctx)
+        if not self.begun:
+            return own
+        direction = method.apply(self.state, u, ctx)
         if ctx.group["graft"] is not None:
             direction = rescale(direction, norms(own))
-        if all(ready):
-            return direction
-        on = torch.tensor(ready).to(own.device, non_blocking=True)
-        return torch.where(per_slot(on, own), direction, own)
+        ready = method.ready(self.state)
+        return direction if ready is None else torch.where(per_slot(ready, own), direction, own)
 
-    def _timetable(
-        self, ctx: Context, active: Sequence[bool], offsets: Mapping[int, int] | None
-    ) -> tuple[list[int], list[bool]]:
-        """The slots whose roots are due now, and for every slot whether it has had its first refresh."""
+    def _due(self, ctx: Context, active: Sequence[bool], offsets: Mapping[int, int] | None) -> list[int]:
+        """The slots to refresh in this step."""
         start, frequency = options.start_step(ctx.group), ctx.group["precondition_frequency"]
-        due, ready = [], []
-        for slot, (number, t) in enumerate(zip(self.numbers, ctx.steps, strict=True)):
-            offset = offsets[number] if offsets is not None else None
-            ready.append(t >= first_refresh(start, frequency, offset))
-            if active[slot] and is_due(t, start, frequency, offset):
-                due.append(slot)
-        return due, ready
+        return [
+            slot
+            for slot, (number, t) in enumerate(zip(self.numbers, ctx.steps, strict=True))
+            if active[slot] and is_due(t, start, frequency, None if offsets is None else offsets[number])
+        ]
 
     def _count_failures(self, slots: Sequence[int], ok: Tensor | None) -> None:
         if ok is None:

@@ -248,6 +248,9 @@ class Shampoo(torch.optim.Optimizer):
         old_state = {p: self.state[p] for p in params if p in self.state} if self._started() else {}
         self._plan, self._params = plan, params
         self._publish(banks, old_state)
+        for bank in banks:
+            if old_state and bank not in old_banks.values():
+                bank.state_changed(self.param_groups[bank.key.group])
         self._steps = checkpoint.counts(self._step_tensor)
         self._units = make_units(plan, banks, params, self.param_groups)
 
@@ -296,7 +299,7 @@ class Shampoo(torch.optim.Optimizer):
             checkpoint.copy_state(entry, self.state[p])
         self._steps = checkpoint.counts(self._step_tensor)
         for unit in self._units:
-            unit.bank.counts.zero_()
+            unit.bank.state_changed(self.param_groups[unit.bank.key.group])
         for after in list(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 

@@ -193,8 +193,8 @@ def _continues(head: Run, first: Run, run: Run) -> bool:
     alike = (run.param, run.shape, run.counts, run.steps) == (first.param, first.shape, first.counts, first.steps)
     if not alike or run.slot != head.slot + head.size:
         return False
-    if head is first:
-        return True
+    if head is first:  # forwards in every dimension, for whatever the strides are: a view cannot go backwards
+        return all(a <= b for a, b in zip(first.start, run.start, strict=True))
     count = head.counts[0]
     return all(b - a == count * s for a, b, s in zip(first.start, run.start, head.steps[0], strict=True))
 

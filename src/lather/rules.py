@@ -42,8 +42,8 @@ def decay(group: Mapping[str, Any]) -> float | Tensor:
     if mode == "l2":
         return 0.0
     peak = number(group["peak_lr"])
-    if not isinstance(peak, Tensor) and peak == 0:  # every step so far had learning rate 0
-        return 0.0
+    if not isinstance(peak, Tensor) and peak == 0:  # every learning rate so far was 0, and so is this step
+        return float(wd)
     per_peak: float | Tensor = wd / peak
     return number(group["lr"]) * per_peak if mode == "corrected" else per_peak
 

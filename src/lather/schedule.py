@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 
-def first_refresh(start: float, frequency: int, offset: int | None) -> float:
-    """The step of a block's first refresh; until then it follows its graft."""
-    return start if offset is None or start == float("inf") else start + (offset - int(start)) % frequency
-
-
 def is_due(t: int, start: float, frequency: int, offset: int | None) -> bool:
     """Refreshed together (no offset): at ``start`` and at later multiples of ``frequency``.
 

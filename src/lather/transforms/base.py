@@ -87,6 +87,10 @@ class Preconditioner(ABC):
         """Recompute what is amortised for some slots; returns ``ok`` for each of them, or None if nothing can fail."""
         return None
 
+    def ready(self, state: State) -> Tensor | None:
+        """``[n]`` bool: the slots that have been refreshed with success; None if that is not needed to apply."""
+        return None
+
     @abstractmethod
     def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
         """The direction for a filtered gradient ``u [n, ...]``; pure."""

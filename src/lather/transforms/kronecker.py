@@ -21,8 +21,8 @@ FULL = "full"
 class Kronecker(Preconditioner):
     """``L_i <- beta2 L_i + (1 - beta2) G_i G_i^T``, ``X_i = (L_i / bc2 + eps I)^(-e)``, ``P = u x_1 X_1 ... x_k X_k``.
 
-    A ``"diagonal"`` mode keeps the diagonal of its factor only. State: factors ``L0, L1, ...``, roots ``X0, X1, ...`` (the
-    identity until the first refresh), and what the solver keeps for a warm start, such as a basis ``Q0``.
+    A ``"diagonal"`` mode keeps the diagonal of its factor only. State: factors ``L0, L1, ...``, roots ``X0, X1, ...`` (zero
+    until the first refresh), and what the solver keeps for a warm start, such as a basis ``Q0``.
     """
 
     def init(self, stack: Stack, group: Mapping[str, Any]) -> State:
@@ -31,13 +31,12 @@ class Kronecker(Preconditioner):
             if mode == FULL:
                 state[f"L{i}"] = stack.zeros(d, d)
                 state[f"X{i}"] = stack.zeros(d, d)
-                state[f"X{i}"].diagonal(dim1=1, dim2=2).fill_(1)
                 solver = roots.resolve(group["root"], d, stack.device, options.exponent(group, len(stack.shape)))
                 warm = solver.init(stack.n, d, stack.dtype, stack.device)
                 state |= {f"{role}{i}": value for role, value in warm.items()}
             else:
                 state[f"L{i}"] = stack.zeros(d)
-                state[f"X{i}"] = stack.zeros(d).fill_(1)
+                state[f"X{i}"] = stack.zeros(d)
         return state
 
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
@@ -53,8 +52,6 @@ class Kronecker(Preconditioner):
     def refresh(self, state: State, slots: Sequence[int], ctx: Context) -> Tensor | None:
         order = sum(role.startswith("L") for role in state)
         e = ctx.exponent(order)
-        if e == 0:
-            return None
         index = None if len(slots) == len(ctx.alive) else torch.tensor(slots).to(ctx.alive.device, non_blocking=True)
         correction = ctx.factor_correction()
         bc2 = _take(correction, index) if isinstance(correction, Tensor) else correction
@@ -63,12 +60,22 @@ class Kronecker(Preconditioner):
         for i in range(order):
             a = _take(state[f"L{i}"], index).to(ctx.alive.dtype)
             a = a / per_slot(bc2, a)
-            ok &= _diagonal_root(i, a, e, ctx, fresh) if a.dim() == 2 else _root(i, a, e, index, ctx, state, fresh)
+            if e == 0:
+                fresh[f"X{i}"] = torch.ones_like(a) if a.dim() == 2 else torch.eye(a.shape[-1]).to(a).expand_as(a)
+            elif a.dim() == 2:
+                ok &= _diagonal_root(i, a, e, ctx, fresh)
+            else:
+                ok &= _root(i, a, e, index, ctx, state, fresh)
             if fresh[f"X{i}"].dtype != state[f"X{i}"].dtype:  # it must also be finite in what it is kept in
                 ok &= fresh[f"X{i}"].to(state[f"X{i}"].dtype).isfinite().flatten(1).all(1)
         for role, value in fresh.items():  # a block takes all its new roots or none
             _put(state[role], index, value, ok)
         return ok
+
+    def ready(self, state: State) -> Tensor:
+        """A root is positive definite, so its first diagonal element tells it from the zero it starts as."""
+        first = state["X0"]
+        return (first[:, 0, 0] if first.dim() == 3 else first[:, 0]) != 0
 
     def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
         order = u.dim() - 1
