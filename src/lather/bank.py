@@ -57,19 +57,7 @@ class Bank:
         A slot sits out if its parameter has no gradient, or if its gradient, or the gradient's square, is not finite. It
         keeps its state bit for bit.
         """
-        with torch.autocast(self.stack.device.type, enabled=False):
-            return self._update(grads, steps, active, offsets, group)
-
-    def _update(
-        self,
-        grads: Tensor,
-        steps: Sequence[int],
-        active: Sequence[bool],
-        offsets: Mapping[int, int] | None,
-        group: Mapping[str, Any],
-    ) -> Tensor:
-        size = norms(grads)
-        alive = (size * size).isfinite()
+        alive = norms(grads).isfinite()
         if all(active):
             self.counts[0] += alive.logical_not()
         else:

@@ -128,8 +128,6 @@ def _holders(block: Block, stored: Mapping[int, Region]) -> dict[Region, list[in
     for rank, region in stored.items():
         if piece := block.region.meet(region):
             holders.setdefault(piece, []).append(rank)
-        elif not block.region.shape:  # a scalar has no extent to intersect
-            holders.setdefault(block.region, []).append(rank)
     return holders
 
 

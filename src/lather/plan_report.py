@@ -85,7 +85,11 @@ class PlanReport:
 def plan(
     shapes: Mapping[str, Sequence[int]], *, device: str = "cpu", dtype: str = "float32", **given: Any
 ) -> PlanReport:
-    """The report for parameters of these shapes, without tensors: ``{name: shape}`` and the options of ``Shampoo``."""
+    """The report for parameters of these shapes, without tensors: ``{name: shape}`` and the options of ``Shampoo``.
+
+    >>> plan({"weight": (3000, 8)}, max_preconditioner_dim=1024).params[0].block_shapes
+    ((1000, 8),)
+    """
     group = {name: option.default for name, option in options.OPTIONS.items()}
     for name in given:
         if name not in group:

@@ -51,7 +51,7 @@ def merged(shape: Sequence[int], limit: int) -> list[int]:
 
 def piece_sizes(d: int, limit: int) -> list[int]:
     """ceil(d / limit) pieces, the longer ones first: 10 in pieces of at most 4 is [4, 3, 3]."""
-    n = math.ceil(d / limit)
+    n = max(1, math.ceil(d / limit))
     return [d // n + (i < d % n) for i in range(n)]
 
 

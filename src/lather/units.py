@@ -39,13 +39,14 @@ class Unit:
     ) -> None:
         """Gradients in, directions out, parameters moved. ``grads`` and ``params`` hold the active members."""
         stored = self.store.read(grads, params, group)
-        directions = self.bank.update(
-            self.exchange.inbound(stored),
-            [steps[block.param] for block in self.bank.blocks],
-            [block.param in grads for block in self.bank.blocks],
-            offsets,
-            group,
-        )
+        with torch.autocast(self.bank.stack.device.type, enabled=False):
+            directions = self.bank.update(
+                self.exchange.inbound(stored),
+                [steps[block.param] for block in self.bank.blocks],
+                [block.param in grads for block in self.bank.blocks],
+                offsets,
+                group,
+            )
         self.store.write(self.exchange.outbound(directions), params, momenta, group)
 
 

@@ -458,7 +458,7 @@ def test_basis(solver, d):
 
 def test_qr_converges_over_calls():
     """On a fixed matrix, without ever falling back; ascending order would undo each round and not."""
-    a, solver = factors(16, 1e4, dtype=torch.float64), Qr(tolerance=INF)
+    a, solver = factors(16, 1e4, dtype=torch.float64), Qr(iterations=1, tolerance=INF)
     state = solver.init(3, 16, torch.float64, "cpu")
     residuals, errors = [], []
     for _ in range(40):

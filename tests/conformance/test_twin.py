@@ -87,7 +87,7 @@ CASES = {
     for graft in grafts
     if variant == "plain" or BASES[base] | changes != BASES[base]
 }
-RATES = {t: {"lr": 0.05 * (t / 6 if t < 6 else 0.9 ** (t - 6))} for t in range(1, STEPS + 1)}
+RATES = {t: {"lr": 0.08 * (t / 6 if t < 6 else 0.9 ** (t - 6))} for t in range(1, STEPS + 1)}
 
 
 def noise(shape: Shape) -> Tensor:
@@ -123,7 +123,7 @@ class Race:
             twin.options.update(options)
 
     def step(self, keep: float, spoil: Mapping[int, float]) -> None:
-        """One step with new gradients, each there with probability `keep`; `spoil` gives some a bad first element."""
+        """One step. A gradient is there with probability `keep`; `spoil` zeroes some, or their first element is bad."""
         first = 0
         for number, (params, twin) in enumerate(zip(self.params, self.twins, strict=True)):
             if twin.options["refresh"] == "staggered":
@@ -131,7 +131,7 @@ class Race:
             for i, p in enumerate(params):
                 g = noise(p.shape).to(p.dtype)
                 if i in spoil:
-                    g.view(-1)[0] = spoil[i]
+                    g.view(-1)[slice(1 if spoil[i] else None)] = spoil[i]
                 p.grad = g if torch.rand(()) < keep else None
             twin.step([p.grad for p in params])
             first += len(params)
@@ -282,6 +282,14 @@ def test_a_bad_gradient_is_skipped(refresh: str) -> None:
     with pytest.warns(lather.NumericalWarning):
         error = run.run(spoil=bad)
     assert error <= 1e-5
+
+
+@pytest.mark.parametrize("graft", GRAFTS)
+@pytest.mark.parametrize("base", BASES)
+def test_a_zero_gradient_is_a_gradient(base: str, graft: str | None) -> None:
+    """From the first step on or in between: its direction is zero, and decay and momentum go on."""
+    zeros = {t: {0: 0.0, 2: 0.0} if t < 6 else {1: 0.0} for t in (1, 2, 3, 4, 8, 9)}
+    assert Race([(FEW, BASES[base] | {"graft": graft, "weight_decay_mode": "decoupled"})]).run(spoil=zeros) <= 1e-5
 
 
 @pytest.mark.parametrize("base", BASES)

@@ -19,9 +19,12 @@ class Eigh(EigenSolver):
     """`A = Q diag(lambda) Q^T`, then `X = Q diag((lambda - min(lambda_min, 0) + eps)^(-e)) Q^T`.
 
     On a CPU the work is done in float64. Elsewhere a slot whose decomposition fails, or in float32 is inaccurate,
-    is solved again in float64; only if that fails too it is not ok. The residual is
-    `||Q diag(lambda) Q^T - A||_F / ||A||_F`. One host read per call, to
-    see whether there are such slots (besides the error check inside `torch.linalg.eigh`).
+    is solved again in float64; only if that fails too it is not ok. One host read per call, to see whether there
+    are such slots (besides the error check inside `torch.linalg.eigh`). The residual is
+    `||Q diag(lambda) Q^T - A||_F / ||A||_F`.
+
+    >>> Eigh()(16 * torch.eye(2).expand(1, 2, 2), e=0.25, eps=1e-12, state={}).value[0].diagonal()
+    tensor([0.5000, 0.5000])
     """
 
     name: ClassVar[str] = "eigh"

@@ -11,7 +11,12 @@ from .coupled import Coupled
 @final
 @dataclass(frozen=True)
 class Newton(Coupled):
-    """The coupled iteration of order 2, `T = ((p + 1) I - M) / p`: the cheapest rounds, the most of them."""
+    """The coupled iteration of order 2, `T = ((p + 1) I - M) / p`: the cheapest rounds, the most of them.
+
+    >>> Newton(iterations=40).check(0.455)
+    Traceback (most recent call last):
+    ValueError: exponent=0.455 is not s/p with s <= 8 and p <= 32, which coupled iterations need; use ...
+    """
 
     name: ClassVar[str] = "newton"
 

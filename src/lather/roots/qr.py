@@ -37,6 +37,9 @@ class Qr(EigenSolver):
     (measured). Slots with more than `tolerance` (a cold start, a factor that moved far) get their basis from
     eigh: one host read per call to see whether there are any (and eigh's own if so), none with
     `tolerance=inf`. A slot whose `F` is not positive definite is not ok.
+
+    >>> list(Qr(iterations=1).init(n=4, d=8, dtype=torch.float32, device="cpu"))  # what it keeps
+    ['Q']
     """
 
     name: ClassVar[str] = "qr"
