@@ -28,10 +28,11 @@ class Watch:
         counts = self._read(bank)
         if counts is None:
             return
-        for block, skipped, failed in zip(bank.blocks, *counts, strict=True):
+        for slot, (skipped, failed) in enumerate(zip(*counts, strict=True)):
+            block = bank.blocks[slot]
             name = name_of(block.param)
             if failed > group["max_failed_refreshes"]:
-                raise RuntimeError(_failure(bank, block.index, name, failed, group))
+                raise RuntimeError(_failure(bank, slot, name, failed, group))
             if failed:
                 self._warn(
                     f"the root of block {block.index} of parameter {name} could not be refreshed; its last one is kept"
@@ -57,14 +58,13 @@ class Watch:
         return arrived
 
 
-def _failure(bank: Bank, index: int, name: str, failed: int, group: Mapping[str, Any]) -> str:
-    slot = next(i for i, block in enumerate(bank.blocks) if block.index == index and bank.counts[1, i] == failed)
+def _failure(bank: Bank, slot: int, name: str, failed: int, group: Mapping[str, Any]) -> str:
     factors = [bank.state[role][slot] for role in bank.state if role.startswith("L")]
     conditions = ", ".join(_condition(factor, group["eps"]) for factor in factors)
     return (
-        f"the root of block {index} of parameter {name} (shape {bank.key.shape}) failed to refresh {failed} times in a row, more "
-        f"than max_failed_refreshes={group['max_failed_refreshes']}; condition numbers of its factors: {conditions}. Raise eps "
-        f"(now {group['eps']:g}), lower the learning rate, or use root='eigh'"
+        f"the root of block {bank.blocks[slot].index} of parameter {name} (shape {bank.key.shape}) failed to refresh "
+        f"{failed} times in a row, more than max_failed_refreshes={group['max_failed_refreshes']}; condition numbers of "
+        f"its factors: {conditions}. Raise eps (now {group['eps']:g}), lower the learning rate, or use root='eigh'"
     )
 
 
