@@ -12,7 +12,8 @@ import lather
 
 ROOT = pathlib.Path(lather.__file__).parent
 LAYERS = [
-    {"_version", "blocks", "linalg", "schedule", "roots", "reference"},
+    {"_version", "blocks", "linalg", "schedule", "reference"},
+    {"roots"},
     {"options", "layout", "assign"},
     {"transforms", "plan", "rules"},
     {"bank", "exchange", "store"},

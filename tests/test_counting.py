@@ -58,11 +58,12 @@ def test_plain_step_does_not_grow_with_the_number_of_parameters(shape, options):
         assert sum(many[t - 1].values()) == sum(few[t - 1].values()), many[t - 1] - few[t - 1]
 
 
+@pytest.mark.parametrize(("options", "views"), [({}, 2), ({"momentum": 0.9}, 3)])
 @pytest.mark.parametrize(("limit", "runs"), [(8, 1), (7, 2)])
-def test_cut_parameters_cost_one_view_per_run(limit, runs):
-    """24 x 16 cut at 8 is one regular grid; at 7 the second dimension has pieces of two sizes."""
-    few, many = (counted_steps(n, (24, 16), max_preconditioner_dim=limit) for n in (2, 12))
-    assert sum(many[5].values()) - sum(few[5].values()) == 10 * runs
+def test_cut_parameters_cost_a_view_per_tensor_and_run(limit, runs, options, views):
+    """24 x 16 cut at 8 is one regular grid of blocks; at 7 the second dimension has pieces of two sizes."""
+    few, many = (counted_steps(n, (24, 16), max_preconditioner_dim=limit, **options) for n in (2, 12))
+    assert sum(many[5].values()) - sum(few[5].values()) == 10 * runs * views
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -13,7 +13,17 @@ from .blocks import Block
 from .linalg import norms, per_slot, rescale
 from .plan import BankKey
 from .schedule import is_due
-from .transforms import GRAFTS, PRECONDITIONERS, Context, Preconditioner, Stack, State, filter_gradient, init_filter
+from .transforms import (
+    GRAFTS,
+    PRECONDITIONERS,
+    Context,
+    Preconditioner,
+    Stack,
+    State,
+    Transform,
+    filter_gradient,
+    init_filter,
+)
 
 
 class Bank:
@@ -41,8 +51,7 @@ class Bank:
         """To be called when the state was written from outside, by a checkpoint: forget failures, look for roots."""
         self.counts.zero_()
         method = preconditioner_of(self.key, group)
-        ready = None if method is None else method.ready(self.state)
-        self.begun = ready is not None and bool(ready.any())
+        self.begun = method is not None and bool(method.ready(self.state).any())
 
     def update(
         self,
@@ -82,26 +91,35 @@ class Bank:
             self._count_failures(due, method.refresh(self.state, due, ctx))
             self.begun = True
         own = graft.apply(self.state, u, ctx)
-        if not self.begun:
+        started = self._started(ctx)
+        if not (self.begun and any(started)):
             return own
         direction = method.apply(self.state, u, ctx)
         if ctx.group["graft"] is not None:
             direction = rescale(direction, norms(own))
         ready = method.ready(self.state)
-        return direction if ready is None else torch.where(per_slot(ready, own), direction, own)
+        if not all(started):
+            ready = ready & torch.tensor(started).to(ready.device, non_blocking=True)
+        return torch.where(per_slot(ready, own), direction, own)
+
+    def _started(self, ctx: Context) -> list[bool]:
+        """Slots that have reached ``start_preconditioning_step``. Its default, the frequency, says when roots are first
+        due and no more: a frequency that is raised later does not take roots away."""
+        start = ctx.group["start_preconditioning_step"]
+        return [start is None or t >= start for t in ctx.steps]
 
     def _due(self, ctx: Context, active: Sequence[bool], offsets: Mapping[int, int] | None) -> list[int]:
         """The slots to refresh in this step."""
         start, frequency = options.start_step(ctx.group), ctx.group["precondition_frequency"]
+        if offsets is None and ctx.uniform and not is_due(ctx.steps[0], start, frequency, None):
+            return []
         return [
             slot
             for slot, (number, t) in enumerate(zip(self.numbers, ctx.steps, strict=True))
             if active[slot] and is_due(t, start, frequency, None if offsets is None else offsets[number])
         ]
 
-    def _count_failures(self, slots: Sequence[int], ok: Tensor | None) -> None:
-        if ok is None:
-            return
+    def _count_failures(self, slots: Sequence[int], ok: Tensor) -> None:
         index = torch.tensor(slots).to(ok.device, non_blocking=True)
         self.counts[1, index] = torch.where(ok, 0, self.counts[1, index] + 1)
 
@@ -114,7 +132,7 @@ def preconditioner_of(key: BankKey, group: Mapping[str, Any]) -> Preconditioner 
     return PRECONDITIONERS[group["preconditioner"]] if key.method == "kronecker" else None
 
 
-def graft_of(key: BankKey, group: Mapping[str, Any]) -> Preconditioner:
+def graft_of(key: BankKey, group: Mapping[str, Any]) -> Transform:
     return GRAFTS["adagrad" if key.method == "adagrad" else group["graft"]]
 
 

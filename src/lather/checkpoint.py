@@ -53,7 +53,9 @@ def check_state(saved: Mapping[str, Any], live: Mapping[str, Shape], name: str) 
     """Refuse the state of one parameter that does not fit, listing the first keys and the likely cause."""
     if missing := [k for k in live if k not in saved]:
         cause = (
-            "saved by another optimizer" if len(missing) == len(live) else "saved by one rank of several, or cut short"
+            "saved by another optimizer, or while the parameter was frozen"
+            if len(missing) == len(live)
+            else "saved by one rank of several, or cut short"
         )
         raise ValueError(f"the checkpoint lacks {_few(missing)} for parameter {name}: it was probably {cause}")
     if extra := [k for k in saved if k not in live]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -23,10 +23,15 @@ class Watch:
         self._mail: dict[Bank, tuple[Tensor, Any]] = {}
         self._reported: set[str] = set()
 
+    def keep(self, banks: Iterable[Bank]) -> None:
+        """Let go of banks that are no more."""
+        live = set(banks)
+        self._mail = {bank: mail for bank, mail in self._mail.items() if bank in live}
+
     def look(self, bank: Bank, group: Mapping[str, Any], name_of: Callable[[int], str]) -> None:
         """Report what is known by now. On CUDA the counts are under way for a while; they are read once they arrived."""
         counts = self._read(bank)
-        if counts is None:
+        if counts is None or not any(map(any, counts)):
             return
         for slot, (skipped, failed) in enumerate(zip(*counts, strict=True)):
             block = bank.blocks[slot]
@@ -43,7 +48,7 @@ class Watch:
     def _warn(self, message: str) -> None:
         if message not in self._reported:
             self._reported.add(message)
-            warnings.warn(message, NumericalWarning, stacklevel=2)
+            warnings.warn(message, NumericalWarning, stacklevel=7)  # the line that called opt.step()
 
     def _read(self, bank: Bank) -> Sequence[Sequence[int]] | None:
         if bank.counts.device.type != "cuda":

@@ -98,7 +98,7 @@ class Shampoo(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        group.setdefault("peak_lr", rules.number(group["lr"]))
+        group.setdefault("peak_lr", rules.first_peak(group["lr"]))
 
     # The step.
 
@@ -229,16 +229,37 @@ class Shampoo(torch.optim.Optimizer):
 
     def _prepare(self) -> None:
         """Bring plan, banks and state in step with the parameters and options; does nothing on nearly every call."""
+        if not self.state:  # never stepped, or emptied by the user to begin anew
+            self._reset()
         trainable = self._trainable()
-        structure = [tuple(group[name] for name in STRUCTURAL) for group in self.param_groups]
-        extras = [(group["betas"][0] > 0, group["momentum"] > 0, group["root"]) for group in self.param_groups]
-        signature = ([(id(p), p.device) for *_, p in trainable], structure, extras)
-        if signature == self._signature:
+        if self._sign(trainable) == self._signature:
             return
+        for group in self.param_groups:
+            check_values(group)
+        structure = [tuple(group[name] for name in STRUCTURAL) for group in self.param_groups]
         if self._started():
             _refuse_restructuring(self._structure, structure)
+            self._refuse_reshaping(trainable)
         self._build(self._make_plan(trainable, self.param_groups), [p for *_, p in trainable])
-        self._signature, self._structure = signature, structure
+        self._signature, self._structure = self._sign(trainable), structure
+
+    def _sign(self, trainable: Iterable[tuple[int, int, Tensor]]) -> Any:
+        """All that plan, banks and state depend on."""
+        options = [
+            (group["betas"][0] > 0, group["momentum"] > 0, *(group[name] for name in (*STRUCTURAL, *_ROOT_OPTIONS)))
+            for group in self.param_groups
+        ]
+        return [(id(p), p.device, p.dtype, p.shape) for *_, p in trainable], options
+
+    def _refuse_reshaping(self, trainable: Iterable[tuple[int, int, Tensor]]) -> None:
+        planned = {id(p): spec for p, spec in zip(self._params, self._plan.specs, strict=True)} if self._params else {}
+        for *_, p in trainable:
+            if id(p) in planned and planned[id(p)].shape != p.shape:
+                spec = planned[id(p)]
+                raise ValueError(
+                    f"parameter {spec.name} was of shape {spec.shape} and is now {tuple(p.shape)}; its state does not fit "
+                    "any more, so build a new optimizer"
+                )
 
     def _build(self, plan: Plan, params: list[Tensor]) -> None:
         """Banks and units for the plan; whatever state there is moves along."""
@@ -253,6 +274,7 @@ class Shampoo(torch.optim.Optimizer):
                 bank.state_changed(self.param_groups[bank.key.group])
         self._steps = checkpoint.counts(self._step_tensor)
         self._units = make_units(plan, banks, params, self.param_groups)
+        self._watch.keep(banks)
 
     def _publish(self, banks: Iterable[Bank], old: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Fill ``self.state``: every trainable parameter has an entry, flat, of tensors only."""
@@ -323,6 +345,7 @@ class Shampoo(torch.optim.Optimizer):
         self._reset()
 
 
+_ROOT_OPTIONS = ("root", "exponent", "exponent_multiplier")
 _FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 

@@ -147,7 +147,7 @@ OPTIONS: dict[str, Option] = {
     "precondition_frequency": Option(10, _count(1), "steps between refreshes of a block's roots"),
     "start_preconditioning_step": Option(None, _optional(_count(1, infinite=True)), "first preconditioned step; default `precondition_frequency`; infinity: never"),
     "refresh": Option("together", _choice("together", "staggered"), "refresh all blocks at once, or spread them evenly over the period"),
-    "on_nonfinite": Option("skip", _choice("skip", "raise"), "a block with NaN or Inf in its gradient sits the step out, or the step raises"),
+    "on_nonfinite": Option("skip", _choice("skip", "raise"), "a block with NaN or Inf in its gradient sits the step out, or the step raises (which reads the device on every step)"),
     "max_failed_refreshes": Option(3, _count(0), "failed refreshes in a row that one block may have"),
     "state_dtype": Option("float32", _dtype, "dtype of the state; arithmetic is in float32 or better", structural=True),
 }  # fmt: skip
@@ -159,18 +159,19 @@ def check_options(group: dict[str, Any]) -> None:
     """Validate and normalise the options that a user gave a param group."""
     check_values(group)
     _refuse_without_effect(group)
-    if group["root"] != "auto" and (exponents := group["exponent"] or group["exponent_multiplier"] != 1):
-        solver = roots.parse(group["root"])
-        orders = dict(exponents) if isinstance(exponents, tuple) else {}
-        for order in orders or (1, 2, 3):
-            if e := exponent(group, order):
-                solver.check(e)
 
 
 def check_values(group: dict[str, Any]) -> None:
     """Validate and normalise a param group's options in place; raise ``ValueError`` on the first that is wrong."""
     for name, option in OPTIONS.items():
         group[name] = option.check(name, group[name])
+    if group["root"] == "auto":
+        return
+    solver = roots.parse(group["root"])
+    given = dict(group["exponent"]) if isinstance(group["exponent"], tuple) else {}
+    for order in given or (1, 2, 3):
+        if e := exponent(group, order):
+            solver.check(e)
 
 
 def _refuse_without_effect(group: Mapping[str, Any]) -> None:
@@ -184,7 +185,7 @@ def _refuse_without_effect(group: Mapping[str, Any]) -> None:
          f"with graft={group['graft']!r}; only 'adam' and 'rmsprop' use it"),
         ("graft_eps", group["graft_eps"] != OPTIONS["graft_eps"].default and group["graft"] in ("sgd", None)
          and group["large_dim"] != "adagrad", f"with graft={group['graft']!r}; it has no denominator"),
-        ("exponent_multiplier", group["exponent_multiplier"] != 1 and group["exponent"] is not None,
+        ("exponent_multiplier", group["exponent_multiplier"] != 1 and isinstance(group["exponent"], (int, float)),
          "beside exponent, which replaces the default that it multiplies"),
     ]  # fmt: skip
     for name, useless, why in idle:
@@ -194,7 +195,7 @@ def _refuse_without_effect(group: Mapping[str, Any]) -> None:
 
 def closest(name: str) -> str | None:
     """The option that an unknown keyword was probably meant to be."""
-    found = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.75)
+    found = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.85)
     return found[0] if found else None
 
 

@@ -59,7 +59,7 @@ class Plan:
     owners: tuple[int, ...]
     inbound: tuple[Move, ...]  # gradient piece: a holder -> the owner
     outbound: tuple[Move, ...]  # direction piece: the owner -> every holder
-    _offsets: dict[tuple[int, int, str], dict[int, int]] = field(default_factory=dict, compare=False, repr=False)
+    _offsets: dict[tuple[Any, ...], dict[int, int]] = field(default_factory=dict, compare=False, repr=False)
 
     def banks(self, rank: int) -> dict[BankKey, list[int]]:
         """The blocks that a rank owns, by bank, in slot order."""
@@ -78,7 +78,7 @@ class Plan:
         """
         options = self.groups[group]
         frequency = options["precondition_frequency"]
-        key = (group, frequency, options["root"])
+        key = (group, frequency, options["root"], options["exponent"], options["exponent_multiplier"])
         if key not in self._offsets:
             numbers = [i for i, b in enumerate(self.blocks) if b.modes and self.specs[b.param].group == group]
             costs = [refresh_cost(self.blocks[i], options, self.specs[self.blocks[i].param].device) for i in numbers]

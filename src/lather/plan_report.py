@@ -12,7 +12,7 @@ import torch
 
 from . import assign, options
 from .bank import initial_state, make_stack
-from .blocks import Region
+from .blocks import Block, Region
 from .plan import BankKey, Plan, Spec, make_plan, refresh_cost
 from .roots import resolve, spell
 
@@ -52,10 +52,14 @@ class PlanReport:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.params = [_param_row(plan, index) for index in range(len(plan.specs))]
+        blocks: list[list[Block]] = [[] for _ in plan.specs]
+        for block in plan.blocks:
+            blocks[block.param].append(block)
+        self.params = [_param_row(plan, *item) for item in zip(plan.specs, blocks, strict=True)]
         sizes = bank_bytes(plan)
         self.banks = [_bank_row(plan, key, numbers, sizes[key]) for key, numbers in _all_banks(plan).items()]
         self.memory = _memory(plan, sizes)
+        self.scratch_bytes = max((_scratch(plan, key, numbers) for key, numbers in _all_banks(plan).items()), default=0)
         self.step_flops = sum(map(assign.step_flops, plan.blocks))
         self.refresh_flops = sum(
             refresh_cost(b, plan.groups[plan.specs[b.param].group], plan.specs[b.param].device) for b in plan.blocks
@@ -70,6 +74,7 @@ class PlanReport:
             "params": [asdict(row) for row in self.params],
             "banks": [asdict(row) for row in self.banks],
             "memory": dict(self.memory),
+            "scratch_bytes": self.scratch_bytes,
             "step_flops": self.step_flops,
             "refresh_flops": self.refresh_flops,
         }
@@ -78,6 +83,7 @@ class PlanReport:
         lines = [*_table(("parameter", "shape", "method", "blocks", "why"), map(_param_cells, self.params)), ""]
         lines += [*_table(("bank", "slots", "block", "solver", "state"), map(_bank_cells, self.banks)), ""]
         lines += ["state: " + ", ".join(f"{kind} {_bytes(size)}" for kind, size in self.memory.items())]
+        lines += [f"scratch: {_bytes(self.scratch_bytes)} kept between steps, for the stacks of the largest bank"]
         lines += [f"work: {_flops(self.step_flops)} per step, {_flops(self.refresh_flops)} per refresh of all roots"]
         return "\n".join(lines)
 
@@ -148,9 +154,18 @@ def _memory(plan: Plan, sizes: Mapping[BankKey, Mapping[str, int]]) -> dict[str,
     return memory | {"total": sum(memory.values())}
 
 
-def _param_row(plan: Plan, index: int) -> ParamRow:
-    spec = plan.specs[index]
-    blocks = [block for block in plan.blocks if block.param == index]
+def _scratch(plan: Plan, key: BankKey, numbers: Sequence[int]) -> int:
+    """Stacks of gradients, parameters and, if there is momentum, momenta."""
+    group = plan.groups[key.group]
+    own = torch.float64 if any(plan.specs[plan.blocks[i].param].dtype == "float64" for i in numbers) else torch.float32
+    compute = options.compute_dtype(group)
+    sizes = [compute.itemsize, torch.promote_types(own, compute).itemsize]
+    if group["momentum"] > 0:
+        sizes.append(compute.itemsize)
+    return len(numbers) * math.prod(key.shape) * sum(sizes)
+
+
+def _param_row(plan: Plan, spec: Spec, blocks: Sequence[Block]) -> ParamRow:
     if not blocks:
         return ParamRow(spec.name, spec.shape, "nothing", 0, (), "empty")
     group, first = plan.groups[spec.group], blocks[0]

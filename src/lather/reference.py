@@ -1,7 +1,7 @@
-"""The textbook twin: Shampoo as ALGORITHM.md sections 1-4 state it, in loops.
+"""The textbook twin: Shampoo as docs/algorithm.md states it, in loops.
 
 One tensor, one block at a time, in float64. Nothing here is fast and nothing is shared with the fast version,
-so that where the two agree neither is likely to be wrong. `Reference._step_block` is section 1, line by line.
+so that where the two agree neither is likely to be wrong. `Reference._step_block` is "One step of one block", line by line.
 """
 
 import math
@@ -141,7 +141,7 @@ class Reference:
         self.blocks = [self._make_blocks(p) for p in self.params]
 
     def _make_blocks(self, p: Tensor) -> list[Block]:
-        """Section 2. Appends to self.sizes how p is cut, and returns the blocks' empty state."""
+        """Merging and blocking. Appends to self.sizes how p is cut, and returns the blocks' empty state."""
         o = self.options
         limit, method = o["max_preconditioner_dim"], o["graft"]
         shape = [d for d in p.shape[o["batch_dims"] :] if d != 1]
@@ -171,7 +171,7 @@ class Reference:
                 self._step_block(block, w, g, self.steps[i], due)
 
     def _due(self, t: int, key: tuple[int, int]) -> bool:
-        """Section 3."""
+        """When roots are refreshed."""
         every, start = self.options["precondition_frequency"], self.options["start_preconditioning_step"]
         start = every if start is None else start
         if self.options["refresh"] == "staggered":
@@ -179,13 +179,10 @@ class Reference:
         return bool(t == start or (t > start and t % every == 0))
 
     def _step_block(self, block: Block, w: Tensor, g: Tensor, t: int, due: bool) -> None:
-        """Section 1. Changes w, a view of the parameter, and the block's state."""
+        """One step of one block. Changes w, a view of the parameter, and the block's state."""
         o = self.options
         mode = o["weight_decay_mode"]
-        if not g.isfinite().all():
-            # The schedule knows t only, so a refresh that is due happens, from the statistics so far.
-            if due:
-                self._refresh(block, t)
+        if not g.isfinite().all():  # the block sits the step out, a refresh that is due included
             return
         if o["maximize"]:
             g = -g
@@ -247,7 +244,8 @@ class Reference:
 
     def _direction(self, block: Block, g_bar: Tensor, t: int) -> Tensor:
         grafted = self._graft_direction(block, g_bar, t)
-        if block.roots is None:
+        start = self.options["start_preconditioning_step"]
+        if block.roots is None or (start is not None and t < start):
             return grafted
         p = g_bar
         for i, root in enumerate(block.roots):
@@ -258,7 +256,7 @@ class Reference:
         return scaled
 
     def _graft_direction(self, block: Block, g_bar: Tensor, t: int) -> Tensor:
-        """Section 4."""
+        """The graft's own direction."""
         if block.method in ("sgd", None):
             return g_bar
         v = block.v / (1 - self._graft_beta2() ** t) if block.method == "adam" else block.v

@@ -16,6 +16,12 @@ def number(x: float | Tensor) -> float | Tensor:
     return x.reshape(1).tolist()[0] if x.device.type == "cpu" else x.reshape(())
 
 
+def first_peak(lr: float | Tensor) -> float | Tensor:
+    """The learning rate that a group begins with, apart from what a scheduler does to it in place."""
+    value = number(lr)
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def raise_peak(group: dict[str, Any]) -> None:
     """Keep ``peak_lr``, the largest learning rate the group has had."""
     lr, peak = number(group["lr"]), group["peak_lr"]
@@ -42,10 +48,10 @@ def decay(group: Mapping[str, Any]) -> float | Tensor:
     if mode == "l2":
         return 0.0
     peak = number(group["peak_lr"])
-    if not isinstance(peak, Tensor) and peak == 0:  # every learning rate so far was 0, and so is this step
-        return float(wd)
-    per_peak: float | Tensor = wd / peak
-    return number(group["lr"]) * per_peak if mode == "corrected" else per_peak
+    share = number(group["lr"]) if mode == "corrected" else 1.0
+    if isinstance(peak, Tensor):
+        return torch.where(peak > 0, wd * share / peak, wd)
+    return float(wd * share / peak) if peak > 0 else float(wd)  # every learning rate so far was 0, and so is this step
 
 
 def update_(w: Tensor, p: Tensor, m: Tensor | None, group: Mapping[str, Any]) -> None:

@@ -37,40 +37,27 @@ class Arena:
 
 
 class Mirror:
-    """One tensor per run beside the run's place in a stack."""
+    """A stack, and the places in it of the tensors it is copied from and to."""
 
     def __init__(self, runs: Sequence[Run], stack: Tensor) -> None:
-        self.runs = runs
         self.stack = stack
-        self._slots = [run.of_stack(stack) for run in runs]
-        self._views: dict[int, Tensor] = {}
-        self._seen: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._slots = [(run, run.of_stack(stack)) for run in runs]
+        self._loaded: list[tuple[Tensor, Tensor]] = []
 
-    def load(self, tensors: Mapping[int, Tensor], keep: bool) -> Tensor:
-        """Fill the slots of the parameters in ``tensors``; ``keep`` the views if the tensors will come again."""
-        pairs = self._pairs(tensors, keep)
+    def load(self, tensors: Mapping[int, Tensor]) -> Tensor:
+        """Fill the slots of the parameters in ``tensors``; the others hold whatever they held."""
+        pairs = [(slot, run.of_param(tensors[run.param])) for run, slot in self._slots if run.param in tensors]
         torch._foreach_copy_([slot for slot, _ in pairs], [view for _, view in pairs])
+        self._loaded = pairs
         return self.stack
 
-    def save(self, tensors: Mapping[int, Tensor]) -> None:
-        """Write the slots back."""
-        pairs = self._pairs(tensors, True)
-        torch._foreach_copy_([view for _, view in pairs], [slot for slot, _ in pairs])
+    def save(self) -> None:
+        """Write the slots back to where they were loaded from."""
+        torch._foreach_copy_([view for _, view in self._loaded], [slot for slot, _ in self._loaded])
 
-    def _pairs(self, tensors: Mapping[int, Tensor], keep: bool) -> list[tuple[Tensor, Tensor]]:
-        view = self._kept if keep else lambda _, run, tensor: run.of_param(tensor)
-        return [
-            (self._slots[i], view(i, run, tensors[run.param]))
-            for i, run in enumerate(self.runs)
-            if run.param in tensors
-        ]
-
-    def _kept(self, i: int, run: Run, tensor: Tensor) -> Tensor:
-        """A parameter's view, made anew only when its memory has moved (``p.data = ...``)."""
-        seen = (tensor.data_ptr(), tensor.stride())
-        if self._seen.get(i) != seen:
-            self._views[i], self._seen[i] = run.of_param(tensor.detach()), seen
-        return self._views[i]
+    def forget(self) -> None:
+        """Hold on to nobody's memory between steps."""
+        self._loaded = []
 
 
 class Store:
@@ -81,15 +68,15 @@ class Store:
 
     def read(self, grads: Mapping[int, Tensor], params: Mapping[int, Tensor], group: Mapping[str, Any]) -> Tensor:
         """The gradients as the mathematics sees them; the parameters stay in their stack for :meth:`write`."""
-        w = self._mirrors["params"].load(params, keep=True)
-        return rules.prepare_gradient(self._mirrors["grads"].load(grads, keep=False), w, group)
+        w = self._mirrors["params"].load(params)
+        return rules.prepare_gradient(self._mirrors["grads"].load(grads), w, group)
 
-    def write(
-        self, p: Tensor, params: Mapping[int, Tensor], momenta: Mapping[int, Tensor], group: Mapping[str, Any]
-    ) -> None:
-        """Apply directions: decay, momentum, learning rate."""
-        m = self._mirrors["momenta"].load(momenta, keep=True) if momenta else None
+    def write(self, p: Tensor, momenta: Mapping[int, Tensor], group: Mapping[str, Any]) -> None:
+        """Apply directions to the parameters that were read: decay, momentum, learning rate."""
+        m = self._mirrors["momenta"].load(momenta) if momenta else None
         rules.update_(self._mirrors["params"].stack, p, m, group)
-        self._mirrors["params"].save(params)
+        self._mirrors["params"].save()
         if momenta:
-            self._mirrors["momenta"].save(momenta)
+            self._mirrors["momenta"].save()
+        for mirror in self._mirrors.values():
+            mirror.forget()

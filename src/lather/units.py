@@ -47,7 +47,7 @@ class Unit:
                 offsets,
                 group,
             )
-        self.store.write(self.exchange.outbound(directions), params, momenta, group)
+        self.store.write(self.exchange.outbound(directions), momenta, group)
 
 
 def make_banks(

@@ -322,16 +322,24 @@ def test_a_bad_block_waits_and_the_others_do_not(bad: float) -> None:
     assert torch.equal(hit.params[0][3:], clean.params[0][3:])
 
 
-def test_a_refresh_due_at_a_bad_gradient_uses_the_statistics_so_far() -> None:
-    """Whether a block is preconditioned is a matter of t alone, and the correction counts the bad step."""
+def test_a_refresh_due_at_a_bad_gradient_waits_for_the_next() -> None:
     (g,) = tensors(12, [(3, 2)])
-    twin = shampoo(torch.zeros(3, 2), betas=(0.0, 0.9), eps=1e-2, precondition_frequency=2)
-    twin.step([g])
-    twin.step([g * math.nan])
+    twin = shampoo(torch.zeros(3, 2), betas=(0.0, 0.9), precondition_frequency=2)
+    for t in range(1, 5):
+        twin.step([g * math.nan if t == 2 else g])
+        assert (twin.blocks[0][0].roots is None) == (t < 4)
+
+
+def test_a_later_start_gives_the_graft_back() -> None:
+    w, *grads = tensors(13, [(3, 2)] * 5)
+    twin = Reference([w], betas=(0.0, 0.9), graft="sgd", lr=0.5, precondition_frequency=2, start_preconditioning_step=2)
+    for g in grads[:3]:
+        twin.step([g])
+    twin.options["start_preconditioning_step"] = math.inf
     before = twin.params[0].clone()
-    twin.step([g])
-    left, right = 0.1 / 0.19 * g @ g.T + 1e-2 * eye(3), 0.1 / 0.19 * g.T @ g + 1e-2 * eye(2)
-    close(before - twin.params[0], power(left, -0.25) @ g @ power(right, -0.25), 1e-10)
+    twin.step([grads[3]])
+    assert twin.blocks[0][0].roots is not None
+    close(before - twin.params[0], 0.5 * grads[3], 1e-10)
 
 
 def test_a_refresh_that_is_not_finite_keeps_the_last_roots() -> None:

@@ -72,7 +72,7 @@ class Case:
         """One step: statistics, the roots of the slots `due`, the direction."""
         ctx, g = self.context(t, alive), self.gradient(t, alive)
         self.method.accumulate(self.state, g, ctx)
-        if local := [self.slots.index(i) for i in due if i in self.slots]:
+        if isinstance(self.method, Preconditioner) and (local := [self.slots.index(i) for i in due if i in self.slots]):
             self.method.refresh(self.state, local, ctx)
         return self.method.apply(self.state, g, ctx)
 
@@ -143,7 +143,8 @@ def test_zero_gradients_give_zero_directions(method: str, kind: str) -> None:
     case = Case(method, kind, "average", torch.float32)
     ctx, zero = case.context(0), torch.zeros(3, *case.stack.shape)
     case.method.accumulate(case.state, zero, ctx)
-    case.method.refresh(case.state, [0, 1, 2], ctx)
+    if isinstance(case.method, Preconditioner):
+        case.method.refresh(case.state, [0, 1, 2], ctx)
     assert torch.equal(case.method.apply(case.state, zero, ctx), zero)
 
 
@@ -160,7 +161,6 @@ def test_a_refresh_that_fails_keeps_what_there_was(method: str, kind: str) -> No
             value[1] = math.nan
     ok = case.method.refresh(case.state, [0, 1, 2], case.context(1))
     other.method.refresh(other.state, [0, 1, 2], other.context(1))
-    assert ok is not None
     assert ok.tolist() == [True, False, True]
     for role, value in case.state.items():
         assert torch.equal(value[[0, 2]], other.state[role][[0, 2]]), role

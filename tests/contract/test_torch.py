@@ -1,12 +1,14 @@
 """Inside PyTorch: schedulers, scalers, hooks, copies, param groups, memory layouts."""
 
 import copy
+import gc
 import math
 import pickle
 import random
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -758,3 +760,113 @@ def test_small_shapes_with_every_option_for_vectors(shape: tuple[int, ...]) -> N
         opt.step()
     assert opt.state[w]["step"] == 3
     assert (w.isfinite() & (w < 1)).all()
+
+
+# Found by review: what must not go unnoticed.
+
+
+def test_a_parameter_of_a_new_shape_is_refused() -> None:
+    p = nn.Parameter(torch.randn(4, 4))
+    opt = lather.Shampoo([p])
+    p.grad = torch.randn(4, 4)
+    opt.step()
+    p.data = torch.randn(6, 6)
+    p.grad = torch.randn(6, 6)
+    with pytest.raises(ValueError, match=r"\(4, 4\).*\(6, 6\)"):
+        opt.step()
+
+
+def test_a_parameter_of_a_better_dtype_keeps_small_updates() -> None:
+    p = nn.Parameter(torch.ones(4, 4))
+    opt = lather.Shampoo([p], lr=1e-12)
+    p.grad = torch.ones(4, 4)
+    opt.step()
+    p.data = p.data.double()
+    p.grad = torch.ones(4, 4).double()
+    before = p.detach().clone()
+    opt.step()
+    assert (p < before).all()
+
+
+def test_no_memory_of_a_parameter_is_held_between_steps() -> None:
+    p = nn.Parameter(torch.randn(8, 8))
+    opt = lather.Shampoo([p], max_preconditioner_dim=4, momentum=0.9)
+    p.grad = torch.randn(8, 8)
+    opt.step()
+    held = weakref.ref(p.untyped_storage()), weakref.ref(p.grad.untyped_storage())
+    p.data, p.grad = torch.randn(8, 8), None
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_emptying_the_state_begins_anew(momentum: float) -> None:
+    def fresh() -> tuple[nn.Parameter, lather.Shampoo]:
+        p = nn.Parameter(torch.ones(4, 3))
+        return p, lather.Shampoo([p], momentum=momentum, precondition_frequency=2)
+
+    (p, opt), (q, other) = fresh(), fresh()
+    for t in range(3):
+        set_grads([p], t)
+        opt.step()
+    opt.state.clear()
+    with torch.no_grad():
+        p.fill_(1)
+    for t in range(5):
+        set_grads([p, q], t)
+        opt.step()
+        set_grads([q], t)
+        other.step()
+    assert torch.equal(p, q)
+    assert opt.state[p]["step"] == 5
+
+
+def test_a_late_start_is_honoured_at_once() -> None:
+    p, q = (nn.Parameter(torch.ones(4, 3)) for _ in range(2))
+    opt = lather.Shampoo([p], lr=0.1, betas=(0.0, 0.9), graft="sgd", precondition_frequency=1)
+    sgd = torch.optim.SGD([q], lr=0.1)
+    set_grads([p], 0)
+    opt.step()
+    with torch.no_grad():
+        q.copy_(p)
+    opt.param_groups[0]["start_preconditioning_step"] = math.inf
+    set_grads([p], 1)
+    q.grad = p.grad.clone()
+    opt.step()
+    sgd.step()
+    torch.testing.assert_close(p, q)
+
+
+def test_live_options_are_normalised_and_checked() -> None:
+    p = nn.Parameter(torch.ones(4, 3))
+    opt = lather.Shampoo([p], precondition_frequency=1)
+    set_grads([p], 0)
+    opt.step()
+    opt.param_groups[0] |= {"root": lather.Newton(iterations=30), "exponent": {2: 0.5}}
+    opt.step()
+    assert opt.param_groups[0]["root"] == "newton(iterations=30)"
+    assert opt.param_groups[0]["exponent"] == ((2, 0.5),)
+    opt.param_groups[0]["exponent"] = 0.4567
+    step = opt.state[p]["step"].item()
+    with pytest.raises(ValueError, match="exponent"):
+        opt.step()
+    assert opt.state[p]["step"] == step
+
+
+def test_a_gradient_lost_at_the_first_refresh_does_not_blow_up() -> None:
+    p = nn.Parameter(torch.ones(4, 3))
+    opt = lather.Shampoo([p], lr=0.1, graft=None, start_preconditioning_step=1)
+    p.grad = torch.full((4, 3), math.nan)
+    with pytest.warns(lather.NumericalWarning):
+        opt.step()
+    p.grad = torch.ones(4, 3)
+    opt.step()
+    assert (p - 1).abs().max() < 1
+
+
+def test_groups_of_another_optimizer_may_bring_their_schedulers_keys() -> None:
+    p = nn.Parameter(torch.ones(4, 3))
+    sgd = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.CyclicLR(sgd, 0.1, 0.2)
+    keep = {k: v for k, v in sgd.param_groups[0].items() if k in ("params", "lr", "max_momentum", "base_momentum")}
+    assert lather.Shampoo([keep]).param_groups[0]["max_momentum"] == 0.9

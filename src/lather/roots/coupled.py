@@ -9,8 +9,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from ..linalg import symmetrize
 from .base import Root, RootSolver
-from .numerics import eye_like, normalize, power, symmetrize
+from .numerics import eye_like, normalize, power
 
 MAX_P, MAX_S = 32, 8
 SLACK = 1.01  # rounding may raise an error that falls slowly; this much is not yet growth

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
+from ..linalg import symmetrize
 from .base import Basis, EigenSolver, Root, lift
-from .numerics import eye_like, normalize, power, symmetrize
+from .numerics import eye_like, normalize, power
 
 
 @final

@@ -65,10 +65,6 @@ def all_finite(x: Tensor) -> Tensor:
     return torch.isfinite(x).flatten(1).all(1)
 
 
-def symmetrize(a: Tensor) -> Tensor:
-    return (a + a.mT) * 0.5
-
-
 def normalize(a: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor]:
     """`a / c` and `c` [n, 1, 1], the power of two with `c <= max(|a|, floor) < 2c`; 1 if that maximum is 0.
 

@@ -9,9 +9,10 @@ from typing import ClassVar, NamedTuple, final
 import torch
 from torch import Tensor
 
+from ..linalg import symmetrize
 from .base import Basis, EigenSolver, Root, lift, settle
 from .eigh import decompose
-from .numerics import eye_like, normalize, power, symmetrize
+from .numerics import eye_like, normalize, power
 
 CAP = 0.5
 

@@ -1,10 +1,20 @@
 """Methods on stacks of blocks. To add one: a file, and a line in this table."""
 
-from .base import Context, Preconditioner, Stack, State
+from .base import Context, Preconditioner, Stack, State, Transform
 from .diagonal import GRAFTS
 from .filter import filter_gradient, init_filter
 from .kronecker import Kronecker
 
 PRECONDITIONERS: dict[str, Preconditioner] = {"shampoo": Kronecker()}
 
-__all__ = ["GRAFTS", "PRECONDITIONERS", "Context", "Preconditioner", "Stack", "State", "filter_gradient", "init_filter"]
+__all__ = [
+    "GRAFTS",
+    "PRECONDITIONERS",
+    "Context",
+    "Preconditioner",
+    "Stack",
+    "State",
+    "Transform",
+    "filter_gradient",
+    "init_filter",
+]

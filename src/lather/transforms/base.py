@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -42,15 +43,19 @@ class Context:
     steps: Sequence[int]
     alive: Tensor
 
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether all slots are at the same step, as they nearly always are."""
+        return self.steps.count(self.steps[0]) == len(self.steps)
+
     def weight(self, beta: float) -> Tensor:
         """``1 - beta`` for the slots that take part, 0 for the others: ``[n]``."""
         return self.alive * (1 - beta)
 
     def correction(self, of_step: Callable[[int], float]) -> float | Tensor:
         """A number that depends on the step: one for all slots, or ``[n]`` where their parameters' steps differ."""
-        first = self.steps[0]
-        if all(t == first for t in self.steps):
-            return of_step(first)
+        if self.uniform:
+            return of_step(self.steps[0])
         return _vector([of_step(t) for t in self.steps], self.alive)
 
     def factor_correction(self) -> float | Tensor:
@@ -68,8 +73,8 @@ def _vector(values: list[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
 
 
-class Preconditioner(ABC):
-    """A method on stacks: accumulates statistics on every step, refreshes now and then, applies on every step.
+class Transform(ABC):
+    """A method on stacks: accumulates statistics on every step, and applies them on every step.
 
     State is a dict of tensors ``[n, ...]`` under short role names that are unique within a bank. A subclass is final, a
     frozen dataclass whose fields are its options.
@@ -83,14 +88,21 @@ class Preconditioner(ABC):
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
         """Take in a gradient ``[n, ...]``, in place. Slots that are not alive have a zero gradient and keep their bits."""
 
-    def refresh(self, state: State, slots: Sequence[int], ctx: Context) -> Tensor | None:
-        """Recompute what is amortised for some slots; returns ``ok`` for each of them, or None if nothing can fail."""
-        return None
-
-    def ready(self, state: State) -> Tensor | None:
-        """``[n]`` bool: the slots that have been refreshed with success; None if that is not needed to apply."""
-        return None
-
     @abstractmethod
     def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
         """The direction for a filtered gradient ``u [n, ...]``; pure."""
+
+
+class Preconditioner(Transform):
+    """A transform with a part that is refreshed only now and then."""
+
+    @abstractmethod
+    def refresh(self, state: State, slots: Sequence[int], ctx: Context) -> Tensor:
+        """Recompute what is amortised for some slots; returns ``[len(slots)]``, False where that failed.
+
+        A slot that is not alive sits this out too: it keeps what it has, and that is no failure.
+        """
+
+    @abstractmethod
+    def ready(self, state: State) -> Tensor:
+        """``[n]`` bool: the slots that have been refreshed with success, and can be applied."""

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ..linalg import ema_, per_slot
 from ..options import graft_beta2
-from .base import Context, Preconditioner, Stack, State
+from .base import Context, Stack, State, Transform
 
 
 @final
 @dataclass(frozen=True)
-class Sgd(Preconditioner):
+class Sgd(Transform):
     """The filtered gradient itself."""
 
     def init(self, stack: Stack, group: Mapping[str, Any]) -> State:
@@ -28,7 +28,7 @@ class Sgd(Preconditioner):
         return u
 
 
-class _SecondMoment(Preconditioner):
+class _SecondMoment(Transform):
     """``u / (sqrt(V) + graft_eps)`` with some second moment ``V``."""
 
     def init(self, stack: Stack, group: Mapping[str, Any]) -> State:
@@ -73,7 +73,7 @@ class Adam(_SecondMoment):
         return ctx.correction(lambda t: 1 - b**t)
 
 
-GRAFTS: dict[str | None, Preconditioner] = {
+GRAFTS: dict[str | None, Transform] = {
     "sgd": Sgd(),
     "adagrad": Adagrad(),
     "rmsprop": RmsProp(),

@@ -49,7 +49,7 @@ class Kronecker(Preconditioner):
             else:
                 ema_(factor, new, ctx.weight(beta2))
 
-    def refresh(self, state: State, slots: Sequence[int], ctx: Context) -> Tensor | None:
+    def refresh(self, state: State, slots: Sequence[int], ctx: Context) -> Tensor:
         order = sum(role.startswith("L") for role in state)
         e = ctx.exponent(order)
         index = None if len(slots) == len(ctx.alive) else torch.tensor(slots).to(ctx.alive.device, non_blocking=True)
@@ -68,9 +68,10 @@ class Kronecker(Preconditioner):
                 ok &= _root(i, a, e, index, ctx, state, fresh)
             if fresh[f"X{i}"].dtype != state[f"X{i}"].dtype:  # it must also be finite in what it is kept in
                 ok &= fresh[f"X{i}"].to(state[f"X{i}"].dtype).isfinite().flatten(1).all(1)
+        alive = _take(ctx.alive, index) > 0
         for role, value in fresh.items():  # a block takes all its new roots or none
-            _put(state[role], index, value, ok)
-        return ok
+            _put(state[role], index, value, ok & alive)
+        return ok | ~alive
 
     def ready(self, state: State) -> Tensor:
         """A root is positive definite, so its first diagonal element tells it from the zero it starts as."""
