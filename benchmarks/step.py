@@ -1,6 +1,6 @@
 """Time of an optimizer step on the shapes of real models, beside torch's AdamW in the same run.
 
-    python benchmarks/step.py [--models gpt2-124m resnet50] [--steps 30] [--frequency 10] [--out benchmarks/results]
+    python benchmarks/step.py [--models gpt2-124m resnet50] [--steps 30] [--frequency 10] [--out bench_out]
 
 Synthetic gradients, four sets in rotation so that factors are not of rank one. A *plain* step refreshes nothing. State is
 what the optimizer keeps; on CUDA, peak is the peak memory of the timed steps above parameters and gradients. Results are
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=models)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--frequency", type=int, default=10)
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).parent / "results")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench_out"))
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")

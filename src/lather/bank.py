@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import options
 from .blocks import Block
-from .linalg import norms, per_slot, rescale
+from .linalg import from_host, norms, per_slot, rescale
 from .plan import BankKey
 from .schedule import is_due
 from .transforms import (
@@ -70,7 +70,7 @@ class Bank:
         if all(active):
             self.counts[0] += alive.logical_not()
         else:
-            on = torch.tensor(active).to(alive.device, non_blocking=True)
+            on = from_host(active, alive)
             self.counts[0] += on & alive.logical_not()
             alive &= on
         grads = torch.where(per_slot(alive, grads), grads, 0)
@@ -99,7 +99,7 @@ class Bank:
             direction = rescale(direction, norms(own))
         ready = method.ready(self.state)
         if not all(started):
-            ready = ready & torch.tensor(started).to(ready.device, non_blocking=True)
+            ready = ready & from_host(started, ready)
         return torch.where(per_slot(ready, own), direction, own)
 
     def _started(self, ctx: Context) -> list[bool]:
@@ -120,7 +120,7 @@ class Bank:
         ]
 
     def _count_failures(self, slots: Sequence[int], ok: Tensor) -> None:
-        index = torch.tensor(slots).to(ok.device, non_blocking=True)
+        index = from_host(slots, ok)
         self.counts[1, index] = torch.where(ok, 0, self.counts[1, index] + 1)
 
 

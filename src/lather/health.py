@@ -57,7 +57,7 @@ class Watch:
         if bank in self._mail and self._mail[bank][1].query():
             arrived = cast("list[list[int]]", self._mail.pop(bank)[0].tolist())
         if bank not in self._mail:
-            host = torch.empty(bank.counts.shape, dtype=bank.counts.dtype, pin_memory=True)
+            host = torch.empty(bank.counts.shape, dtype=bank.counts.dtype, device="cpu", pin_memory=True)
             host.copy_(bank.counts, non_blocking=True)
             self._mail[bank] = (host, torch.cuda.current_stream(bank.counts.device).record_event())
         return arrived
@@ -69,7 +69,7 @@ def _failure(bank: Bank, slot: int, name: str, failed: int, group: Mapping[str, 
     return (
         f"the root of block {bank.blocks[slot].index} of parameter {name} (shape {bank.key.shape}) failed to refresh "
         f"{failed} times in a row, more than max_failed_refreshes={group['max_failed_refreshes']}; condition numbers of "
-        f"its factors: {conditions}. Raise eps (now {group['eps']:g}), lower the learning rate, or use root='eigh'"
+        f"its factors: {conditions}. Raise eps (now {group['eps']:g}), lower the learning rate, or choose another root solver"
     )
 
 

@@ -6,6 +6,7 @@ that hold different stacks rely on it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast, overload
 
 import torch
@@ -19,6 +20,11 @@ def per_slot(x: float | Tensor, like: Tensor) -> float | Tensor: ...
 def per_slot(x: float | Tensor, like: Tensor) -> float | Tensor:
     """Shape a vector ``[n]`` so that it broadcasts over the slots of ``like``; numbers pass through."""
     return x.view(-1, *[1] * (like.dim() - 1)) if isinstance(x, Tensor) else x
+
+
+def from_host(values: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A vector of host values beside ``like``, without making the host wait; the default device has no say in it."""
+    return torch.tensor(values, dtype=dtype, device="cpu").to(like.device, non_blocking=True)
 
 
 def unfold(x: Tensor, mode: int) -> Tensor:

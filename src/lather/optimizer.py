@@ -71,6 +71,7 @@ class Shampoo(torch.optim.Optimizer):
         fused: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
+        amsgrad: bool = False,
     ) -> None:
         given = dict(locals())
         _refuse_flags(given)
@@ -168,7 +169,7 @@ class Shampoo(torch.optim.Optimizer):
         if len(grads) == len(self._steps):
             self._step_tensor += 1
         else:
-            self._step_tensor += torch.tensor([i in grads for i in range(len(self._steps))])
+            self._step_tensor += torch.tensor([i in grads for i in range(len(self._steps))], device="cpu")
 
     def _look_after(self) -> None:
         """Report failures: on every step where reading is free, with the refreshes where it is not."""
@@ -202,6 +203,8 @@ class Shampoo(torch.optim.Optimizer):
 
     def _reset(self) -> None:
         self._signature: Any = None
+        self._seen: dict[int, dict[str, Any]] = {}  # options that have been checked, by group
+        self._views: list[dict[str, Tensor]] = []  # what was published in self.state
         self._params: list[Tensor] = []
         self._steps: list[int] = []
         self._units: list[Unit] = []
@@ -231,17 +234,27 @@ class Shampoo(torch.optim.Optimizer):
         """Bring plan, banks and state in step with the parameters and options; does nothing on nearly every call."""
         if not self.state:  # never stepped, or emptied by the user to begin anew
             self._reset()
+        elif self._is_replaced(("step",)):
+            self._signature, self._units = None, []
+        for number, group in enumerate(self.param_groups):
+            check_values(group, self._seen.setdefault(number, {}))
         trainable = self._trainable()
         if self._sign(trainable) == self._signature:
             return
-        for group in self.param_groups:
-            check_values(group)
         structure = [tuple(group[name] for name in STRUCTURAL) for group in self.param_groups]
         if self._started():
             _refuse_restructuring(self._structure, structure)
             self._refuse_reshaping(trainable)
         self._build(self._make_plan(trainable, self.param_groups), [p for *_, p in trainable])
         self._signature, self._structure = self._sign(trainable), structure
+
+    def _is_replaced(self, keys: tuple[str, ...] | None = None) -> bool:
+        """Whether tensors in ``self.state`` are not ours any more, as after ``state[k] = v.to(device)``."""
+        for p, views in zip(self._params, self._views, strict=True):
+            entry = self.state.get(p, {})
+            if any(entry.get(k) is not views[k] for k in keys or views):
+                return True
+        return False
 
     def _sign(self, trainable: Iterable[tuple[int, int, Tensor]]) -> Any:
         """All that plan, banks and state depend on."""
@@ -278,7 +291,7 @@ class Shampoo(torch.optim.Optimizer):
 
     def _publish(self, banks: Iterable[Bank], old: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Fill ``self.state``: every trainable parameter has an entry, flat, of tensors only."""
-        self._step_tensor = torch.zeros(len(self._params))
+        self._step_tensor = torch.zeros(len(self._params), dtype=torch.float32, device="cpu")
         views = [{"step": step} for step in self._step_tensor.unbind()]
         for p, spec, entry in zip(self._params, self._plan.specs, views, strict=True):
             group = self.param_groups[spec.group]
@@ -290,13 +303,16 @@ class Shampoo(torch.optim.Optimizer):
         self.state.clear()
         for p, entry in zip(self._params, views, strict=True):
             checkpoint.copy_state(old.get(p, {}), entry)
-            self.state[p] = entry
+            self.state[p] = dict(entry)
+        self._views = views
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; allocates the state if there has been no step."""
         with torch.no_grad():
+            if self._is_replaced():
+                self._signature, self._units = None, []
             self._prepare()
         return super().state_dict()
 
@@ -346,13 +362,13 @@ class Shampoo(torch.optim.Optimizer):
 
 
 _ROOT_OPTIONS = ("root", "exponent", "exponent_multiplier")
-_FLAGS = ("foreach", "fused", "capturable", "differentiable")
+_FLAGS = ("foreach", "fused", "capturable", "differentiable", "amsgrad")
 
 
 def _refuse_flags(given: Mapping[str, Any]) -> None:
     for flag in _FLAGS:
         if given[flag]:
-            raise ValueError(f"{flag}=True is not implemented by Shampoo; leave it out (its steps are batched already)")
+            raise ValueError(f"{flag}=True is not implemented by Shampoo; leave it out")
 
 
 def _refuse_restructuring(before: list[tuple[Any, ...]], now: list[tuple[Any, ...]]) -> None:

@@ -10,6 +10,7 @@ import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -23,19 +24,22 @@ def _fail(name: str, value: object, allowed: str) -> ValueError:
     return ValueError(f"{name}={value!r} is not valid: it must be {allowed}")
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _number(low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = True) -> Check:
     bounds = f"{'more than' if open_low else 'at least'} {low:g}"
-    if high < math.inf:
-        bounds += f" and {'less than' if open_high else 'at most'} {high:g}"
+    bounds += f" and {'less than' if open_high else 'at most'} {high:g}" if high < math.inf else " and finite"
 
     def check(name: str, value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if not _is_number(value):
             raise _fail(name, value, f"a number, {bounds}")
         above = value > low if open_low else value >= low
         below = value < high if open_high else value <= high
         if not (above and below):
             raise _fail(name, value, bounds)
-        return value
+        return value if type(value) in (int, float) else float(value)  # NumPy's numbers do not survive in checkpoints
 
     return check
 
@@ -45,7 +49,7 @@ def _lr(name: str, value: Any) -> Any:
         if value.numel() != 1:
             raise _fail(name, value, "a number or a tensor of one element")
         if not 0 <= value.item() < math.inf:
-            raise _fail(name, value, "at least 0")
+            raise _fail(name, value, "at least 0 and finite")
         return value
     return _number(0)(name, value)
 
@@ -53,9 +57,7 @@ def _lr(name: str, value: Any) -> Any:
 def _betas(name: str, value: Any) -> tuple[float, float]:
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
         raise _fail(name, value, "a pair (beta1, beta2)")
-    _number(0, 1)("betas[0]", value[0])
-    _number(0, 1, open_high=False)("betas[1]", value[1])
-    return (value[0], value[1])
+    return _number(0, 1)("betas[0]", value[0]), _number(0, 1, open_high=False)("betas[1]", value[1])
 
 
 def _count(low: int, *, infinite: bool = False) -> Check:
@@ -64,9 +66,7 @@ def _count(low: int, *, infinite: bool = False) -> Check:
     def check(name: str, value: Any) -> Any:
         if infinite and value == math.inf:
             return math.inf
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or value < low:
-            raise _fail(name, value, allowed)
-        if value == math.inf or value != int(value):
+        if not _is_number(value) or not low <= value < math.inf or value != int(value):
             raise _fail(name, value, allowed)
         return int(value)
 
@@ -99,6 +99,8 @@ def _exponent(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         value = tuple(sorted(value.items()))
     if isinstance(value, Sequence) and not isinstance(value, str):
+        if any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in value):
+            raise _fail(name, value, "a number or a mapping from orders to numbers")
         return tuple((_count(1)(f"{name} order", k), _number(0)(f"{name}[{k}]", v)) for k, v in value)
     return _number(0)(name, value)
 
@@ -161,12 +163,21 @@ def check_options(group: dict[str, Any]) -> None:
     _refuse_without_effect(group)
 
 
-def check_values(group: dict[str, Any]) -> None:
-    """Validate and normalise a param group's options in place; raise ``ValueError`` on the first that is wrong."""
-    for name, option in OPTIONS.items():
-        group[name] = option.check(name, group[name])
-    if group["root"] == "auto":
-        return
+def check_values(group: dict[str, Any], seen: dict[str, Any] | None = None) -> None:
+    """Validate and normalise a param group's options in place; raise ``ValueError`` on the first that is wrong.
+
+    ``seen`` remembers what has been found good, so that doing this on every step costs next to nothing.
+    """
+    seen = {} if seen is None else seen
+    changed = [name for name in OPTIONS if name not in seen or group[name] is not seen[name]]
+    for name in changed:
+        group[name] = OPTIONS[name].check(name, group[name])
+    if group["root"] != "auto" and not {"root", "exponent", "exponent_multiplier"}.isdisjoint(changed):
+        _check_exponents(group)
+    seen.update({name: group[name] for name in changed})
+
+
+def _check_exponents(group: Mapping[str, Any]) -> None:
     solver = roots.parse(group["root"])
     given = dict(group["exponent"]) if isinstance(group["exponent"], tuple) else {}
     for order in given or (1, 2, 3):

@@ -79,6 +79,9 @@ class PlanReport:
             "refresh_flops": self.refresh_flops,
         }
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         lines = [*_table(("parameter", "shape", "method", "blocks", "why"), map(_param_cells, self.params)), ""]
         lines += [*_table(("bank", "slots", "block", "solver", "state"), map(_bank_cells, self.banks)), ""]
@@ -96,6 +99,13 @@ def plan(
     >>> plan({"weight": (3000, 8)}, max_preconditioner_dim=1024).params[0].block_shapes
     ((1000, 8),)
     """
+    if not isinstance(shapes, Mapping):
+        raise ValueError(
+            f"shapes must map names to shapes, such as {{'weight': (64, 32)}}, not {type(shapes).__name__}"
+        )
+    for name, shape in shapes.items():
+        if not isinstance(shape, Sequence) or any(not isinstance(d, int) or d < 0 for d in shape):
+            raise ValueError(f"the shape of {name!r} is {shape!r}; it must be a tuple of whole numbers of at least 0")
     group = {name: option.default for name, option in options.OPTIONS.items()}
     for name in given:
         if name not in group:

@@ -243,3 +243,16 @@ def test_frozen_parameters_are_left_out() -> None:
             p.grad = torch.ones_like(p)
     opt.step()
     assert report.state_bytes == memory_bytes(state_tensors(opt))
+
+
+@pytest.mark.parametrize("shapes", [torch.nn.Linear(2, 2), [(2, 2)], {"a": 3}, {"a": (3, -1)}, {"a": (3, 2.0)}])
+def test_wrong_shapes_are_refused(shapes):
+    with pytest.raises(ValueError, match="shape"):
+        lather.plan(shapes)
+
+
+def test_scratch_is_what_the_stacks_take():
+    params = [torch.nn.Parameter(torch.randn(6, 4)) for _ in range(3)]
+    opt = lather.Shampoo(params, momentum=0.9)
+    assert opt.plan().scratch_bytes == 3 * 6 * 4 * 4 * 3
+    assert "scratch" in repr(opt.plan())

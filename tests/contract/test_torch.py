@@ -591,8 +591,10 @@ def world() -> dict[str, Any]:
         "rng": torch.get_rng_state().tolist(),
         "python rng": random.getstate(),
         "matmul": torch.get_float32_matmul_precision(),
-        "mkldnn": torch.backends.mkldnn.matmul.fp32_precision,
-        "cuda": torch.backends.cuda.matmul.fp32_precision,
+        "mkldnn": getattr(
+            getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None
+        ),  # torch 2.9 brought them
+        "cuda": getattr(torch.backends.cuda.matmul, "fp32_precision", None),
         "dtype": torch.get_default_dtype(),
         "grad": torch.is_grad_enabled(),
         "threads": torch.get_num_threads(),
@@ -870,3 +872,76 @@ def test_groups_of_another_optimizer_may_bring_their_schedulers_keys() -> None:
     torch.optim.lr_scheduler.CyclicLR(sgd, 0.1, 0.2)
     keep = {k: v for k, v in sgd.param_groups[0].items() if k in ("params", "lr", "max_momentum", "base_momentum")}
     assert lather.Shampoo([keep]).param_groups[0]["max_momentum"] == 0.9
+
+
+@pytest.mark.parametrize("where", ["step", "state_dict"])
+def test_replaced_state_is_taken_over(where: str) -> None:
+    """``state[k] = v.to(device)``, a loop found in many training scripts."""
+    (p, q), options = (nn.Parameter(torch.ones(4, 3)) for _ in range(2)), {"momentum": 0.9, "precondition_frequency": 2}
+    opt, other = lather.Shampoo([p], **options), lather.Shampoo([q], **options)
+    for t in range(8):
+        for x, o in ((p, opt), (q, other)):
+            set_grads([x], t)
+            o.step()
+        if t == 2:
+            for k, v in opt.state[p].items():
+                if where == "step" or k != "step":
+                    opt.state[p][k] = v.clone()
+            if where == "state_dict":
+                opt.state_dict()
+    assert torch.equal(p, q)
+    ours, theirs = opt.state_dict()["state"][0], other.state_dict()["state"][0]
+    assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
+
+
+def test_the_default_dtype_and_device_have_no_say() -> None:
+    p = nn.Parameter(torch.ones(4, 3))
+    opt = lather.Shampoo([p], precondition_frequency=2)
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    try:
+        for _ in range(3):
+            p.grad = torch.ones(4, 3, dtype=torch.float32, device="cpu")
+            opt.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert {v.dtype for v in opt.state[p].values()} == {torch.float32}
+    assert {v.device.type for v in opt.state[p].values()} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("refresh", "foo"), ("weight_decay_mode", "foo"), ("lr", -5.0), ("precondition_frequency", 0)]
+)
+def test_a_wrong_live_change_is_an_error(name: str, value: Any) -> None:
+    p = nn.Parameter(torch.ones(4, 3))
+    opt = lather.Shampoo([p])
+    p.grad = torch.ones(4, 3)
+    opt.step()
+    opt.param_groups[0][name] = value
+    with pytest.raises(ValueError, match=name):
+        opt.step()
+
+
+def test_numpy_numbers_become_plain() -> None:
+    np = pytest.importorskip("numpy")
+    p = nn.Parameter(torch.ones(4, 3))
+    opt = lather.Shampoo([p], lr=np.float32(0.5), precondition_frequency=np.int64(2), betas=(np.float64(0.5), 0.5))
+    p.grad = torch.ones(4, 3)
+    opt.param_groups[0]["eps"] = np.float64(1e-6)
+    opt.step()
+    group = opt.param_groups[0]
+    assert [type(group[k]) for k in ("lr", "precondition_frequency", "eps")] == [float, int, float]
+    assert [type(x) for x in group["betas"]] == [float, float]
+
+
+def test_an_embedding_whose_rows_were_hardly_seen() -> None:
+    """LAPACK fails on some of these factors; the solver has to get over it."""
+    torch.manual_seed(1)
+    embedding = nn.Embedding(1000, 8)
+    opt = lather.Shampoo(embedding.named_parameters(), precondition_frequency=2, max_failed_refreshes=0)
+    for _ in range(8):
+        opt.zero_grad()
+        embedding(torch.randint(1000, (8,))).square().sum().backward()
+        opt.step()
+    assert not opt.health()

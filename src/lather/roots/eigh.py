@@ -85,9 +85,15 @@ def _eigh(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _eigh_alone(a: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for one matrix [1, d, d], ascending; NaN where it fails."""
-    try:
-        values, q = torch.linalg.eigh(a)
-    except LinAlgError:
-        return torch.full_like(a[..., 0], torch.nan), torch.full_like(a, torch.nan)
-    return values, q
+    """The same for one matrix [1, d, d], ascending; NaN where it fails.
+
+    LAPACK fails on some factors with many zero rows, such as an embedding's whose tokens have not been seen, and not on
+    the same matrix moved off zero.
+    """
+    for shift in (0.0, 2.0**-10):
+        try:
+            values, q = torch.linalg.eigh(a + shift * eye_like(a))
+            return values - shift, q
+        except LinAlgError:
+            continue
+    return torch.full_like(a[..., 0], torch.nan), torch.full_like(a, torch.nan)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import options
+from ..linalg import from_host
 
 State = dict[str, Tensor]
 
@@ -56,7 +57,7 @@ class Context:
         """A number that depends on the step: one for all slots, or ``[n]`` where their parameters' steps differ."""
         if self.uniform:
             return of_step(self.steps[0])
-        return _vector([of_step(t) for t in self.steps], self.alive)
+        return from_host([of_step(t) for t in self.steps], self.alive, self.alive.dtype)
 
     def factor_correction(self) -> float | Tensor:
         """``bc2 = 1 - beta2^t``; 1 for the sum and without bias correction."""
@@ -67,10 +68,6 @@ class Context:
 
     def exponent(self, order: int) -> float:
         return options.exponent(self.group, order)
-
-
-def _vector(values: list[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
 
 
 class Transform(ABC):

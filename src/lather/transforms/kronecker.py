@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import options, roots
-from ..linalg import ema_, gram, gram_diagonal, mode_product, per_slot, symmetrize
+from ..linalg import ema_, from_host, gram, gram_diagonal, mode_product, per_slot, symmetrize
 from .base import Context, Preconditioner, Stack, State
 
 FULL = "full"
@@ -52,7 +52,7 @@ class Kronecker(Preconditioner):
     def refresh(self, state: State, slots: Sequence[int], ctx: Context) -> Tensor:
         order = sum(role.startswith("L") for role in state)
         e = ctx.exponent(order)
-        index = None if len(slots) == len(ctx.alive) else torch.tensor(slots).to(ctx.alive.device, non_blocking=True)
+        index = None if len(slots) == len(ctx.alive) else from_host(slots, ctx.alive)
         correction = ctx.factor_correction()
         bc2 = _take(correction, index) if isinstance(correction, Tensor) else correction
         fresh: State = {}
@@ -61,7 +61,7 @@ class Kronecker(Preconditioner):
             a = _take(state[f"L{i}"], index).to(ctx.alive.dtype)
             a = a / per_slot(bc2, a)
             if e == 0:
-                fresh[f"X{i}"] = torch.ones_like(a) if a.dim() == 2 else torch.eye(a.shape[-1]).to(a).expand_as(a)
+                fresh[f"X{i}"] = _identity_like(a)
             elif a.dim() == 2:
                 ok &= _diagonal_root(i, a, e, ctx, fresh)
             else:
@@ -97,6 +97,10 @@ def _root(i: int, a: Tensor, e: float, index: Tensor | None, ctx: Context, state
     fresh |= {f"{role}{i}": value for role, value in warm.items()}
     fresh[f"X{i}"] = root.value
     return root.ok
+
+
+def _identity_like(a: Tensor) -> Tensor:
+    return torch.ones_like(a) if a.dim() == 2 else torch.diag_embed(torch.ones_like(a[..., 0]))
 
 
 def _diagonal_root(i: int, a: Tensor, e: float, ctx: Context, fresh: State) -> Tensor:
