@@ -110,7 +110,7 @@ class Shampoo(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._prepare()
+        self._prepare(thorough=False)
         grads = self._gradients()
         if not grads or self._is_probe(grads):
             return loss
@@ -230,11 +230,11 @@ class Shampoo(torch.optim.Optimizer):
             specs.append(Spec(name, tuple(p.shape), g, str(p.device), str(p.dtype).removeprefix("torch.")))
         return make_plan(specs, groups, [stored_regions(p, (RANK,)) for *_, p in trainable])
 
-    def _prepare(self) -> None:
+    def _prepare(self, *, thorough: bool) -> None:
         """Bring plan, banks and state in step with the parameters and options; does nothing on nearly every call."""
         if not self.state:  # never stepped, or emptied by the user to begin anew
             self._reset()
-        elif self._is_replaced(("step",)):
+        elif self._is_replaced(thorough):  # by the user: what is there now counts
             self._signature, self._units = None, []
         for number, group in enumerate(self.param_groups):
             check_values(group, self._seen.setdefault(number, {}))
@@ -248,11 +248,14 @@ class Shampoo(torch.optim.Optimizer):
         self._build(self._make_plan(trainable, self.param_groups), [p for *_, p in trainable])
         self._signature, self._structure = self._sign(trainable), structure
 
-    def _is_replaced(self, keys: tuple[str, ...] | None = None) -> bool:
-        """Whether tensors in ``self.state`` are not ours any more, as after ``state[k] = v.to(device)``."""
+    def _is_replaced(self, thorough: bool) -> bool:
+        """Whether tensors in ``self.state`` are not ours any more, as after ``state[k] = v.to(device)``.
+
+        A step looks at one tensor of each parameter, saving and loading look at all.
+        """
         for p, views in zip(self._params, self._views, strict=True):
             entry = self.state.get(p, {})
-            if any(entry.get(k) is not views[k] for k in keys or views):
+            if any(entry.get(k) is not views[k] for k in (views if thorough else ("step",))):
                 return True
         return False
 
@@ -311,9 +314,7 @@ class Shampoo(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's; allocates the state if there has been no step."""
         with torch.no_grad():
-            if self._is_replaced():
-                self._signature, self._units = None, []
-            self._prepare()
+            self._prepare(thorough=True)
         return super().state_dict()
 
     @torch.no_grad()
@@ -332,7 +333,7 @@ class Shampoo(torch.optim.Optimizer):
             mine.update(theirs)
         for p in entries:
             self.state.setdefault(p, {})  # so that it is planned even if it is frozen now
-        self._prepare()
+        self._prepare(thorough=True)
         for p, entry in entries.items():
             checkpoint.copy_state(entry, self.state[p])
         self._steps = checkpoint.counts(self._step_tensor)
