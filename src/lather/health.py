@@ -63,6 +63,27 @@ class Watch:
         return arrived
 
 
+def nonfinite(grads: Mapping[int, Tensor]) -> list[int]:
+    """The keys of gradients with NaN or Inf. Waits for the device."""
+    keys = [i for i, grad in grads.items() if grad.numel()]
+    if not keys:
+        return []
+    sizes = torch._foreach_norm([grads[i] for i in keys], float("inf"))
+    finite = torch.stack([size.float().to(sizes[0].device) for size in sizes]).isfinite().tolist()
+    return [i for i, fine in zip(keys, finite, strict=True) if not fine]
+
+
+def tally(banks: Iterable[Bank], name_of: Callable[[int], str]) -> dict[str, dict[str, int]]:
+    """For each parameter with any, the most that one of its blocks has: gradients skipped, refreshes failed in a row."""
+    found: dict[str, dict[str, int]] = {}
+    for bank in banks:
+        for block, skipped, failed in zip(bank.blocks, *bank.counts.tolist(), strict=True):
+            if skipped or failed:
+                seen = found.setdefault(name_of(block.param), {"skipped": 0, "failed": 0})
+                seen["skipped"], seen["failed"] = max(seen["skipped"], skipped), max(seen["failed"], failed)
+    return found
+
+
 def _failure(bank: Bank, slot: int, name: str, failed: int, group: Mapping[str, Any]) -> str:
     factors = [bank.state[role][slot] for role in bank.state if role.startswith("L")]
     conditions = ", ".join(_condition(factor, group["eps"]) for factor in factors)

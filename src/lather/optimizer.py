@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import checkpoint, rules
 from .bank import Bank
-from .health import Watch
+from .health import Watch, nonfinite, tally
 from .layout import check_parameter, stored_regions
 from .options import OPTIONS, STRUCTURAL, check_options, check_values, closest, state_dtype
 from .plan import Plan, Spec, make_plan
@@ -19,6 +19,7 @@ from .plan_report import PlanReport, check_memory
 from .units import Unit, expected_shapes, identity, make_banks, make_units
 
 RANK = 0  # this process among the ranks that share the work
+Item = tuple[int, int, Tensor]  # group, position in it, parameter
 
 
 class Shampoo(torch.optim.Optimizer):
@@ -138,8 +139,8 @@ class Shampoo(torch.optim.Optimizer):
         for i, grad in grads.items():
             if grad.layout is not torch.strided:
                 raise RuntimeError(
-                    f"parameter {self._plan.specs[i].name} has a sparse gradient; use a dense one (sparse=False in nn.Embedding) "
-                    "or give it to torch.optim.SparseAdam"
+                    f"parameter {self._name_of(i)} has a sparse gradient; use a dense one (sparse=False in nn.Embedding) or "
+                    "give it to torch.optim.SparseAdam"
                 )
         return grads
 
@@ -151,17 +152,12 @@ class Shampoo(torch.optim.Optimizer):
 
     def _refuse_nonfinite(self, grads: Mapping[int, Tensor]) -> None:
         groups = [self.param_groups[spec.group] for spec in self._plan.specs]
-        strict = [i for i, grad in grads.items() if groups[i]["on_nonfinite"] == "raise" and grad.numel()]
-        if not strict:
-            return
-        sizes = torch._foreach_norm([grads[i] for i in strict], float("inf"))
-        finite = torch.stack([size.float().to(sizes[0].device) for size in sizes]).isfinite().tolist()
-        for i, fine in zip(strict, finite, strict=True):
-            if not fine:
-                raise FloatingPointError(
-                    f"parameter {self._plan.specs[i].name} has NaN or Inf in its gradient at step {self._steps[i] + 1}; nothing "
-                    "was updated (on_nonfinite='raise')"
-                )
+        strict = {i: grad for i, grad in grads.items() if groups[i]["on_nonfinite"] == "raise"}
+        for i in nonfinite(strict):
+            raise FloatingPointError(
+                f"parameter {self._name_of(i)} has NaN or Inf in its gradient at step {self._steps[i] + 1}; nothing was "
+                "updated (on_nonfinite='raise')"
+            )
 
     def _count(self, grads: Mapping[int, Tensor]) -> None:
         for i in grads:
@@ -172,22 +168,19 @@ class Shampoo(torch.optim.Optimizer):
             self._step_tensor += torch.tensor([i in grads for i in range(len(self._steps))], device="cpu")
 
     def _look_after(self) -> None:
-        """Report failures: on every step where reading is free, with the refreshes where it is not."""
+        """Report failures: on every step where reading is free, now and then where it is not."""
         for unit in self._units:
             group = self.param_groups[unit.bank.key.group]
             step = max(self._steps[i] for i in unit.members)
             if unit.bank.counts.is_cpu or step % group["precondition_frequency"] == 0:
-                self._watch.look(unit.bank, group, lambda i: self._plan.specs[i].name)
+                self._watch.look(unit.bank, group, self._name_of)
+
+    def _name_of(self, i: int) -> str:
+        return self._plan.specs[i].name
 
     def health(self) -> dict[str, dict[str, int]]:
         """What went wrong so far, by parameter: gradients skipped, and refreshes that failed in a row. Empty is good."""
-        found: dict[str, dict[str, int]] = {}
-        for unit in self._units:
-            for block, skipped, failed in zip(unit.bank.blocks, *unit.bank.counts.tolist(), strict=True):
-                if skipped or failed:
-                    seen = found.setdefault(self._plan.specs[block.param].name, {"skipped": 0, "failed": 0})
-                    seen["skipped"], seen["failed"] = max(seen["skipped"], skipped), max(seen["failed"], failed)
-        return found
+        return tally((unit.bank for unit in self._units), self._name_of)
 
     # Planning and state.
 
@@ -210,8 +203,7 @@ class Shampoo(torch.optim.Optimizer):
         self._units: list[Unit] = []
         self._watch = Watch()
 
-    def _everything(self) -> list[tuple[int, int, Tensor]]:
-        """(group, position, parameter) of all parameters."""
+    def _everything(self) -> list[Item]:
         groups = enumerate(self.param_groups)
         return [(number, position, p) for number, group in groups for position, p in enumerate(group["params"])]
 
@@ -219,10 +211,10 @@ class Shampoo(torch.optim.Optimizer):
         """It may get a gradient, or has had one: state that is there is kept when a parameter is frozen."""
         return p.requires_grad or p.grad is not None or p in self.state
 
-    def _trainable(self) -> list[tuple[int, int, Tensor]]:
+    def _trainable(self) -> list[Item]:
         return [item for item in self._everything() if self._is_trainable(item[-1])]
 
-    def _make_plan(self, trainable: Iterable[tuple[int, int, Tensor]], groups: list[dict[str, Any]]) -> Plan:
+    def _make_plan(self, trainable: Iterable[Item], groups: list[dict[str, Any]]) -> Plan:
         specs = []
         for g, i, p in trainable:
             name = _name(groups[g], g, i)
@@ -259,7 +251,7 @@ class Shampoo(torch.optim.Optimizer):
                 return True
         return False
 
-    def _sign(self, trainable: Iterable[tuple[int, int, Tensor]]) -> Any:
+    def _sign(self, trainable: Iterable[Item]) -> Any:
         """All that plan, banks and state depend on."""
         options = [
             (group["betas"][0] > 0, group["momentum"] > 0, *(group[name] for name in (*STRUCTURAL, *_ROOT_OPTIONS)))
@@ -267,7 +259,7 @@ class Shampoo(torch.optim.Optimizer):
         ]
         return [(id(p), p.device, p.dtype, p.shape) for *_, p in trainable], options
 
-    def _refuse_reshaping(self, trainable: Iterable[tuple[int, int, Tensor]]) -> None:
+    def _refuse_reshaping(self, trainable: Iterable[Item]) -> None:
         planned = {id(p): spec for p, spec in zip(self._params, self._plan.specs, strict=True)} if self._params else {}
         for *_, p in trainable:
             if id(p) in planned and planned[id(p)].shape != p.shape:
