@@ -268,7 +268,7 @@ def precision(setting: str):
 
 
 def flags() -> list[object]:
-    units = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
+    units = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
     return [
         *(getattr(u, "fp32_precision", None) for u in units),
         torch.get_float32_matmul_precision(),
