@@ -40,12 +40,3 @@ def greedy(costs: Sequence[float], bins: int) -> list[int]:
         chosen[item] = index
         heapq.heappush(heap, (load + costs[item], index))
     return chosen
-
-
-def imbalance(costs: Sequence[float], chosen: Sequence[int], bins: int) -> float:
-    """``C = max load / mean load``; 1 where there is nothing to do."""
-    loads = [0.0] * bins
-    for cost, index in zip(costs, chosen, strict=True):
-        loads[index] += cost
-    mean = sum(loads) / bins
-    return max(loads) / mean if mean else 1.0

@@ -43,13 +43,6 @@ class Region:
         stop = tuple(map(min, self.stop, other.stop))
         return Region(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
-    def within(self, outer: Region) -> Region:
-        """The same box in coordinates that count from ``outer.start``."""
-        return Region(
-            tuple(a - o for a, o in zip(self.start, outer.start, strict=True)),
-            tuple(b - o for b, o in zip(self.stop, outer.start, strict=True)),
-        )
-
     @staticmethod
     def whole(shape: Sequence[int]) -> Region:
         return Region((0,) * len(shape), tuple(shape))

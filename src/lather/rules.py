@@ -24,11 +24,11 @@ def first_peak(lr: float | Tensor) -> float | Tensor:
 
 def raise_peak(group: dict[str, Any]) -> None:
     """Keep ``peak_lr``, the largest learning rate the group has had."""
-    lr, peak = number(group["lr"]), group["peak_lr"]
-    if isinstance(lr, Tensor) or isinstance(peak, Tensor):
-        group["peak_lr"] = torch.maximum(torch.as_tensor(lr), torch.as_tensor(peak).to(torch.as_tensor(lr).device))
+    lr, peak = number(group["lr"]), number(group["peak_lr"])
+    if isinstance(lr, Tensor):
+        group["peak_lr"] = lr.clamp(min=peak.to(lr.device) if isinstance(peak, Tensor) else peak)
     else:
-        group["peak_lr"] = max(lr, peak)
+        group["peak_lr"] = peak.clamp(min=lr) if isinstance(peak, Tensor) else max(lr, peak)
 
 
 def prepare_gradient(grad: Tensor, w: Tensor, group: Mapping[str, Any]) -> Tensor:
