@@ -1,6 +1,6 @@
 """Time of an optimizer step on the shapes of real models, beside torch's AdamW in the same run.
 
-    python benchmarks/step.py [--models gpt2-124m resnet50] [--steps 30] [--frequency 10] [--out bench_out]
+    python benchmarks/step.py [--models gpt2 resnet50] [--steps 30] [--frequency 10] [--out bench_out]
 
 Synthetic gradients, four sets in rotation so that factors are not of rank one. A *plain* step refreshes nothing. State is
 what the optimizer keeps; on CUDA, peak is the peak memory of the timed steps above parameters and gradients. Results are
@@ -18,9 +18,9 @@ import statistics
 import time
 
 import torch
-from shapes import MODELS
 
 import lather
+from lather.shapes import MODELS
 
 LATHER = {
     "lather": {},
@@ -75,7 +75,7 @@ def measure(make, shapes, steps: int, warmup: int, device: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    models = ["gpt2-124m", "resnet50"] if torch.cuda.is_available() else ["gpt2-tiny"]
+    models = ["gpt2", "resnet50"] if torch.cuda.is_available() else ["gpt2-tiny"]
     parser.add_argument("--models", nargs="+", choices=MODELS, default=models)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--frequency", type=int, default=10)

@@ -12,11 +12,11 @@ import lather
 
 ROOT = pathlib.Path(lather.__file__).parent
 LAYERS = [
-    {"_version", "blocks", "linalg", "schedule", "reference"},
+    {"_version", "blocks", "linalg", "schedule", "shapes", "reference"},
     {"roots"},
     {"options", "layout", "assign"},
     {"transforms", "plan", "rules"},
-    {"bank", "exchange", "store"},
+    {"bank", "exchange", "runs", "store"},
     {"checkpoint", "health", "plan_report", "units"},
     {"optimizer"},
     {"__init__", "cli", "demo", "__main__"},

@@ -32,11 +32,18 @@ class Bank:
     ``counts[0]`` counts each slot's gradients that were not finite, ``counts[1]`` its refreshes that failed in a row.
     """
 
-    def __init__(self, key: BankKey, numbers: Sequence[int], blocks: Sequence[Block], group: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        key: BankKey,
+        numbers: Sequence[int],
+        blocks: Sequence[Block],
+        group: Mapping[str, Any],
+        device: torch.device,
+    ) -> None:
         self.key = key
         self.numbers = tuple(numbers)  # positions in the plan
         self.blocks = tuple(blocks)
-        self.stack = make_stack(key, len(blocks), group, torch.device(key.device))
+        self.stack = make_stack(key, len(blocks), group, device)
         self.state: State = {}
         self.begun = False  # whether a slot may have been refreshed, as far as the host knows
         self.counts = torch.zeros(2, len(blocks), dtype=torch.int32, device=self.stack.device)

@@ -7,8 +7,9 @@ same blocks and a checkpoint names them the same way anywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise, product
 
 Shape = tuple[int, ...]
@@ -43,9 +44,131 @@ class Region:
         stop = tuple(map(min, self.stop, other.stop))
         return Region(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
+    def moved(self, by: Iterable[int]) -> Region:
+        """The same box, moved by a distance along each dimension."""
+        by = tuple(by)
+        start, stop = (tuple(a + d for a, d in zip(end, by, strict=True)) for end in (self.start, self.stop))
+        return Region(start, stop)
+
     @staticmethod
     def whole(shape: Sequence[int]) -> Region:
         return Region((0,) * len(shape), tuple(shape))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a mesh: how many places lie along it, and the dimension of the tensor that it splits.
+
+    An axis without a dimension copies instead.
+    """
+
+    size: int
+    dim: int | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor lies over numbered places: the cells of a mesh, the last axis running fastest.
+
+    An axis splits as ``torch.chunk`` does, into pieces of the rounded-up size, the last ones shorter or empty. ``order``
+    lists the axes in the order in which they split, if that is not from first to last; ``cells`` gives the cell of each
+    place, if places are not numbered like cells.
+
+    >>> fsdp = Layout((Axis(3, dim=0),))
+    >>> [fsdp.region((4, 5), place).start for place in range(3)]
+    [(0, 0), (2, 0), (4, 0)]
+    """
+
+    axes: tuple[Axis, ...]
+    order: tuple[int, ...] = ()
+    cells: tuple[int, ...] = ()
+
+    @property
+    def places(self) -> int:
+        return math.prod(axis.size for axis in self.axes)
+
+    @property
+    def copies(self) -> int:
+        """How many places store each element."""
+        return math.prod(axis.size for axis in self.axes if axis.dim is None)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every place stores everything."""
+        return self.copies == self.places
+
+    def coordinates(self, place: int) -> Shape:
+        cell, found = self.cells[place] if self.cells else place, []
+        for axis in reversed(self.axes):
+            cell, i = divmod(cell, axis.size)
+            found.append(i)
+        return tuple(reversed(found))
+
+    def replica(self, place: int) -> Shape:
+        """Places of one replica hold the whole tensor between them, each element once."""
+        return tuple(i for i, axis in zip(self.coordinates(place), self.axes, strict=True) if axis.dim is None)
+
+    def region(self, shape: Shape, place: int) -> Region:
+        """What a place stores of a tensor of this shape; it may be empty."""
+        return _stored(self, shape, place)
+
+    def holders(self, shape: Shape, region: Region) -> Iterator[int]:
+        """The places that store some of a region, found without looking at the others."""
+        order = self.order or tuple(range(len(self.axes)))
+        for where in _meeting(self, order, [(0, size) for size in shape], region, {}):
+            cell = 0
+            for i, axis in enumerate(self.axes):
+                cell = cell * axis.size + where[i]
+            yield self.cells.index(cell) if self.cells else cell
+
+    def team(self, size: int) -> Layout | None:
+        """The layout over the first ``size`` cells, if every such run of cells holds the whole tensor alike."""
+        axes, order = list(self.axes), self.order or tuple(range(len(self.axes)))
+        for i, axis in enumerate(axes):
+            inner = math.prod(other.size for other in self.axes[i + 1 :])
+            keep = max(1, size // inner)
+            if keep < axis.size and (axis.dim is not None or axis.size % keep):
+                return None
+            axes[i] = replace(axis, size=min(keep, axis.size))
+        return Layout(tuple(axes), order if self.order else ()) if size == math.prod(a.size for a in axes) else None
+
+    @staticmethod
+    def everywhere(places: int) -> Layout:
+        return Layout((Axis(places),))
+
+
+@lru_cache(maxsize=1 << 17)
+def _stored(layout: Layout, shape: Shape, place: int) -> Region:
+    where, bounds = layout.coordinates(place), [(0, size) for size in shape]
+    for i in layout.order or range(len(layout.axes)):
+        axis = layout.axes[i]
+        if axis.dim is not None:
+            start, stop = bounds[axis.dim]
+            chunk = -(-(stop - start) // axis.size)
+            bounds[axis.dim] = min(start + where[i] * chunk, stop), min(start + (where[i] + 1) * chunk, stop)
+    return Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
+
+
+def _meeting(
+    layout: Layout, order: Sequence[int], bounds: list[tuple[int, int]], region: Region, where: dict[int, int]
+) -> Iterator[dict[int, int]]:
+    """Coordinates of the cells that meet a region, axis by axis."""
+    if not order:
+        yield where
+        return
+    axis, dim = layout.axes[order[0]], layout.axes[order[0]].dim
+    if dim is None:
+        for i in range(axis.size):
+            yield from _meeting(layout, order[1:], bounds, region, where | {order[0]: i})
+        return
+    start, stop = bounds[dim]
+    chunk = -(-(stop - start) // axis.size)
+    first = max(0, region.start[dim] - start) // chunk
+    last = (min(region.stop[dim], stop) - 1 - start) // chunk
+    for i in range(first, last + 1):
+        inner = list(bounds)
+        inner[dim] = start + i * chunk, min(start + (i + 1) * chunk, stop)
+        yield from _meeting(layout, order[1:], inner, region, where | {order[0]: i})
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The key schema of checkpoints, and loading by copy into the live views.
 
 ``opt.state[p]`` is flat: ``step``, ``momentum`` (shaped like the parameter) and ``"<role>.<block>"`` such as ``L0.3``, which
-is a view of a bank. Keys depend on global shapes and options only.
+is a view of a bank. Keys depend on global shapes and options only, so they are the same for any number of ranks. A block's
+keys are there on the rank that owns it; ``momentum`` lies as its parameter does.
 """
 
 from __future__ import annotations
@@ -9,16 +10,42 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .blocks import Shape
-from .options import OPTIONS, STRUCTURAL
+from .bank import Bank, initial_state, make_stack
+from .blocks import Region, Shape
+from .exchange import Comm
+from .layout import is_dtensor, local
+from .options import OPTIONS, STRUCTURAL, state_dtype
+from .plan import BankKey, Plan
 
 Views = dict[str, Tensor]
 
 
 def key(role: str, block: int) -> str:
     return f"{role}.{block}"
+
+
+def state_shapes(plan: Plan, bank: BankKey) -> dict[str, Shape]:
+    """The state of one block of a bank: role -> shape."""
+    group = plan.groups[bank.group]
+    state = initial_state(bank, make_stack(bank, 1, group, torch.device("meta")), group)
+    return {role: tuple(tensor.shape[1:]) for role, tensor in state.items()}
+
+
+def expected_shapes(plan: Plan, banks: Mapping[BankKey, Sequence[int]]) -> list[dict[str, Shape]]:
+    """For each parameter, the state that the plan's options call for in these banks: key -> shape."""
+    shapes: list[dict[str, Shape]] = [{"step": ()} for _ in plan.specs]
+    for spec, entry in zip(plan.specs, shapes, strict=True):
+        if plan.groups[spec.group]["momentum"] > 0:
+            entry["momentum"] = spec.shape
+    for bank, numbers in banks.items():
+        state = state_shapes(plan, bank)
+        for block in (plan.blocks[i] for i in numbers):
+            for role, shape in state.items():
+                shapes[block.param][key(role, block.index)] = shape
+    return shapes
 
 
 def check_groups(state_dict: Mapping[str, Any], live: Sequence[Mapping[str, Any]]) -> None:
@@ -49,33 +76,93 @@ def check_groups(state_dict: Mapping[str, Any], live: Sequence[Mapping[str, Any]
                 )
 
 
-def check_state(saved: Mapping[str, Any], live: Mapping[str, Shape], name: str) -> None:
-    """Refuse the state of one parameter that does not fit, listing the first keys and the likely cause."""
-    if missing := [k for k in live if k not in saved]:
+def check_state(saved: Mapping[str, Any], needed: Mapping[str, Shape], known: Mapping[str, Shape], name: str) -> None:
+    """Refuse the state of one parameter that does not fit, listing the first keys and the likely cause.
+
+    ``needed`` is what this rank keeps, ``known`` what all ranks keep; a checkpoint may hold either.
+    """
+    if missing := [k for k in needed if k not in saved]:
         cause = (
             "saved by another optimizer, or while the parameter was frozen"
-            if len(missing) == len(live)
-            else "saved by one rank of several, or cut short"
+            if len(missing) == len(needed)
+            else "saved by one rank of several without consolidate_state_dict(), or cut short"
         )
         raise ValueError(f"the checkpoint lacks {_few(missing)} for parameter {name}: it was probably {cause}")
-    if extra := [k for k in saved if k not in live]:
+    if extra := [k for k in saved if k not in known]:
         raise ValueError(
             f"the checkpoint holds {_few(extra)} for parameter {name}, which this optimizer does not have: other options or "
             "another optimizer"
         )
-    for k, shape in live.items():
-        if not isinstance(saved[k], Tensor) or saved[k].shape != shape:
+    for k in saved:
+        if not isinstance(saved[k], Tensor) or saved[k].shape != known[k]:
             raise ValueError(
-                f"the checkpoint's {k} for parameter {name} is {_shape(saved[k])} where {shape} is expected: the "
+                f"the checkpoint's {k} for parameter {name} is {_shape(saved[k])} where {known[k]} is expected: the "
                 "parameter had another shape when it was saved"
             )
 
 
-def copy_state(saved: Mapping[str, Any], live: Views) -> None:
-    """Copy what there is into the live views."""
+def copy_state(saved: Mapping[str, Any], live: Views, stored: Region) -> None:
+    """Copy what there is into the live views; of whole tensors, the region that this rank stores."""
     for k, view in live.items():
-        if k in saved and saved[k].data_ptr() != view.data_ptr():
-            view.copy_(saved[k])
+        if k in saved:
+            source, target = _part(saved[k], view, stored), local(view)
+            if source.numel() and source.data_ptr() != target.data_ptr():
+                target.copy_(source)
+
+
+def _part(saved: Any, view: Any, stored: Region) -> Tensor:
+    if is_dtensor(saved):
+        alike = is_dtensor(view) and (saved.device_mesh, saved.placements) == (view.device_mesh, view.placements)
+        if alike:
+            return local(saved)
+        saved = saved.full_tensor()
+    whole = is_dtensor(view)
+    return saved[tuple(map(slice, stored.start, stored.stop))] if whole else saved  # type: ignore[no-any-return]
+
+
+def collect(
+    plan: Plan, banks: Sequence[Bank], views: Sequence[Views], comms: Mapping[int, Comm], rank: int, to: int
+) -> list[Views]:
+    """The whole state on the rank ``to``, by parameter, in host memory; nothing on the others. A collective.
+
+    Teams that ``to`` is not part of repeat the work of one that it is part of, or work for parameters that it does not have.
+    """
+    found: list[Views] = [
+        {k: _whole(view, keep=rank == to) for k, view in entry.items() if k in ("step", "momentum")} for entry in views
+    ]
+    own = {bank.key: bank.state for bank in banks}
+    for team, ranks in enumerate(plan.teams):
+        if to not in ranks:
+            continue
+        for place, owner in enumerate(ranks):
+            for bank, numbers in plan.banks(team, place).items():
+                for role, shape in state_shapes(plan, bank).items():
+                    stack = own[bank][role] if owner == rank else None
+                    if owner != to and rank in (owner, to):
+                        dtype = state_dtype(plan.groups[bank.group])
+                        stack = _forward(stack, (len(numbers), *shape), dtype, comms[team], place, ranks.index(to))
+                    if rank == to and stack is not None:
+                        for number, value in zip(numbers, stack.cpu().clone(), strict=True):
+                            block = plan.blocks[number]
+                            found[block.param][key(role, block.index)] = value.clone()
+    return found if rank == to else []
+
+
+def _whole(view: Tensor, keep: bool) -> Tensor:
+    full = view.full_tensor() if is_dtensor(view) else view  # type: ignore[attr-defined]
+    return full.detach().cpu().clone() if keep else full
+
+
+def _forward(
+    stack: Tensor | None, shape: Shape, dtype: torch.dtype, comm: Comm, source: int, target: int
+) -> Tensor | None:
+    """Send a stack from one place to another; the one that has it gives it, the other gets it."""
+    if stack is not None:
+        comm.send(stack.contiguous().to(comm.device), target)
+        return None
+    stack = torch.empty(shape, dtype=dtype, device=comm.device)
+    comm.receive(stack, source)
+    return stack
 
 
 def counts(steps: Tensor) -> list[int]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from .bank import Bank
+from .exchange import Comm
+from .linalg import from_host
 
 
 class NumericalWarning(RuntimeWarning):
@@ -28,15 +30,18 @@ class Watch:
         live = set(banks)
         self._mail = {bank: mail for bank, mail in self._mail.items() if bank in live}
 
-    def look(self, bank: Bank, group: Mapping[str, Any], name_of: Callable[[int], str]) -> None:
-        """Report what is known by now. On CUDA the counts are under way for a while; they are read once they arrived."""
+    def look(self, bank: Bank, group: Mapping[str, Any], name_of: Callable[[int], str], alone: bool) -> None:
+        """Report what is known by now. On CUDA the counts are under way for a while; they are read once they arrived.
+
+        A rank that is not ``alone`` does not raise: all do, together, when the :class:`Alarm` says so.
+        """
         counts = self._read(bank)
         if counts is None or not any(map(any, counts)):
             return
         for slot, (skipped, failed) in enumerate(zip(*counts, strict=True)):
             block = bank.blocks[slot]
             name = name_of(block.param)
-            if failed > group["max_failed_refreshes"]:
+            if alone and failed > group["max_failed_refreshes"]:
                 raise RuntimeError(_failure(bank, slot, name, failed, group))
             if failed:
                 self._warn(
@@ -61,6 +66,48 @@ class Watch:
             host.copy_(bank.counts, non_blocking=True)
             self._mail[bank] = (host, torch.cuda.current_stream(bank.counts.device).record_event())
         return arrived
+
+
+class Alarm:
+    """Tells every rank of a team of a block whose root failed too often on its owner, so that they stop together.
+
+    To be called at steps that all ranks share. On CUDA an answer is read when it is called next, so nobody waits.
+    """
+
+    def __init__(self) -> None:
+        self._mail: tuple[Tensor, Any] | None = None
+
+    def ring(self, banks: Sequence[Bank], groups: Sequence[Mapping[str, Any]], comm: Comm) -> int | None:
+        """The number of a block in the plan that failed too often, if any rank has one."""
+        worst = torch.zeros(1, dtype=torch.int64, device=comm.device)
+        for bank in banks:
+            over = bank.counts[1] > groups[bank.key.group]["max_failed_refreshes"]
+            marks = from_host([number + 1 for number in bank.numbers], over, torch.int64)
+            worst = worst.maximum(torch.where(over, marks, 0).max().to(worst.device))
+        worst = comm.reduce_max(worst)
+        number = 0
+        if worst.device.type != "cuda":
+            number = int(worst.item())
+        else:
+            if self._mail is not None:
+                self._mail[1].synchronize()
+                number = int(self._mail[0].item())
+            host = torch.empty(1, dtype=worst.dtype, device="cpu", pin_memory=True)
+            host.copy_(worst, non_blocking=True)
+            self._mail = host, torch.cuda.current_stream(worst.device).record_event()
+        return number - 1 if number else None
+
+
+def failure(banks: Iterable[Bank], number: int, name: str, group: Mapping[str, Any], owner: int) -> str:
+    """What to say about a block that failed too often: all there is where it is owned, else who owns it."""
+    for bank in banks:
+        if number in bank.numbers:
+            slot = bank.numbers.index(number)
+            return _failure(bank, slot, name, int(bank.counts[1, slot]), group)
+    return (
+        f"the root of a block of parameter {name} failed to refresh more than max_failed_refreshes="
+        f"{group['max_failed_refreshes']} times in a row on rank {owner}, whose message says more"
+    )
 
 
 def nonfinite(grads: Mapping[int, Tensor]) -> list[int]:

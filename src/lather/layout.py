@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 from torch import Tensor
 
-from .blocks import Region
+from .blocks import Axis, Layout, Region
 
 
 def check_parameter(param: Tensor, name: str) -> None:
@@ -23,17 +26,117 @@ def check_parameter(param: Tensor, name: str) -> None:
             f"parameter {name} is a flat parameter of FSDP1, which hides the matrices; wrap the model with "
             "torch.distributed.fsdp.fully_shard (FSDP2) instead"
         )
-    if _is_dtensor(param):
-        raise NotImplementedError(
-            f"parameter {name} is a DTensor; sharded parameters are not supported by this version"
+    if is_dtensor(param):
+        _layout(param, name)
+
+
+def is_dtensor(tensor: Any) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # importing it costs more than the rest of this package
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_stored(param: Tensor) -> bool:
+    """False for a DTensor on a mesh that this rank is not part of."""
+    return not is_dtensor(param) or cast(Any, param).device_mesh.get_coordinate() is not None
+
+
+def layout_of(param: Tensor, world: Sequence[int], name: str = "") -> tuple[tuple[int, ...], Layout]:
+    """The ranks that store the parameter, in the order of the layout's cells, and how it lies over them.
+
+    Of a plain tensor every rank of ``world`` stores everything.
+    """
+    if not is_dtensor(param):
+        return tuple(world), Layout.everywhere(len(world))
+    mesh = cast(Any, param).device_mesh
+    return tuple(mesh.mesh.flatten().tolist()), _layout(param, name)
+
+
+def team_of(
+    ranks: Sequence[int], layout: Layout, trainers: int | None, rank: int, name: str
+) -> tuple[tuple[int, ...], Layout]:
+    """The ranks that share the work on a parameter with ``rank``, ascending, and its layout over them.
+
+    ``trainers`` ranks share it, and every other so many repeat it; by default all that store the parameter.
+    """
+    size = trainers or len(ranks)
+    inner = layout.team(size)
+    if len(ranks) % size:
+        raise ValueError(
+            f"num_trainers_per_group={size} does not divide the {len(ranks)} ranks that store parameter {name}; use a divisor, "
+            "or leave it out for all of them"
         )
+    if inner is None:
+        raise ValueError(
+            f"num_trainers_per_group={size}, but groups of {size} of the {len(ranks)} ranks do not store the whole of parameter "
+            f"{name}; it must be a multiple of the {layout.places // layout.copies} ranks that it is sharded over, along the "
+            "last axes of its mesh"
+        )
+    if rank not in ranks:
+        raise ValueError(f"rank {rank} is not one of the ranks {list(ranks)} of the process group that was given")
+    first = ranks.index(rank) // size * size
+    members = tuple(ranks[first : first + size])
+    cells = tuple(members.index(r) for r in sorted(members))
+    return tuple(sorted(members)), inner if cells == tuple(range(size)) else replace(inner, cells=cells)
+
+
+def groups_of(param: Tensor) -> list[Any]:
+    """Process groups that are there already for the parameter's mesh."""
+    return list(cast(Any, param).device_mesh.get_all_groups()) if is_dtensor(param) else []
+
+
+def describe(param: Tensor) -> str:
+    """Type and place of a parameter, for comparing ranks."""
+    text = f"{tuple(param.shape)} {param.dtype} on {param.device.type}"
+    if is_dtensor(param):
+        dtensor = cast(Any, param)
+        text += f" as {tuple(dtensor.placements)} over {tuple(dtensor.device_mesh.shape)}"
+    return text
 
 
 def stored_regions(param: Tensor, ranks: Sequence[int]) -> dict[int, Region]:
-    """The region of the global parameter that each rank stores: of a plain tensor, everyone stores everything."""
-    return dict.fromkeys(ranks, Region.whole(param.shape))
+    """The region of the global parameter that each rank stores. ``ranks`` is the world of a plain tensor."""
+    owners, layout = layout_of(param, ranks)
+    return {rank: layout.region(tuple(param.shape), cell) for cell, rank in enumerate(owners)}
 
 
-def _is_dtensor(param: Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # importing it costs more than the rest of this package
-    return module is not None and isinstance(param, module.DTensor)
+def local(tensor: Tensor) -> Tensor:
+    """The part that this rank stores; what a collective still brings is waited for."""
+    if not is_dtensor(tensor):
+        return tensor
+    part = cast(Any, tensor).to_local()
+    return cast(Tensor, part.wait() if hasattr(part, "wait") else part)
+
+
+def local_gradient(grad: Tensor, param: Tensor) -> Tensor:
+    """The gradient of what this rank stores of ``param``.
+
+    A gradient that lies otherwise than its parameter, such as one with partial sums, is redistributed first.
+    """
+    if is_dtensor(param) and cast(Any, grad).placements != cast(Any, param).placements:
+        grad = cast(Any, grad).redistribute(placements=cast(Any, param).placements)
+    return local(grad)
+
+
+def _layout(param: Any, name: str) -> Layout:
+    mesh, placements = param.device_mesh, param.placements
+    axes = tuple(_axis(placement, size, name) for placement, size in zip(placements, mesh.shape, strict=True))
+    plain = [i for i, placement in enumerate(placements) if not hasattr(placement, "split_factor")]
+    strided = [i for i in range(len(axes)) if i not in plain]
+    for i in strided:
+        later = math.prod(axis.size for axis in axes[i + 1 :] if axis.dim == axes[i].dim)
+        if placements[i].split_factor != later:
+            raise NotImplementedError(
+                f"parameter {name} is placed as {tuple(placements)} on a mesh of {tuple(mesh.shape)}: its pieces are not "
+                "contiguous; a strided shard is supported where tensor parallelism splits first and FSDP2 splits its pieces"
+            )
+    return Layout(axes, (*plain, *reversed(strided)) if strided else ())
+
+
+def _axis(placement: Any, size: int, name: str) -> Axis:
+    if placement.is_replicate():
+        return Axis(size)
+    if placement.is_partial() or not hasattr(placement, "dim"):
+        raise NotImplementedError(
+            f"parameter {name} is placed as {placement}, so no rank stores its values; redistribute it to Shard or Replicate"
+        )
+    return Axis(size, placement.dim)

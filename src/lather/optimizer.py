@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checkpoint, rules
+from . import checkpoint, exchange, rules
 from .bank import Bank
-from .health import Watch, nonfinite, tally
-from .layout import check_parameter, stored_regions
-from .options import OPTIONS, STRUCTURAL, check_options, check_values, closest, state_dtype
-from .plan import Plan, Spec, make_plan
+from .blocks import Layout
+from .exchange import Comm
+from .health import Alarm, Watch, failure, nonfinite, tally
+from .layout import check_parameter, describe, groups_of, is_stored, layout_of, local, local_gradient, team_of
+from .options import OPTIONS, STRUCTURAL, check_options, check_values, closest, state_dtype, whole
+from .plan import BankKey, Plan, Spec, make_plan
 from .plan_report import PlanReport, check_memory
-from .units import Unit, expected_shapes, identity, make_banks, make_units
+from .units import Step, Unit, identity, make_banks, make_units
 
-RANK = 0  # this process among the ranks that share the work
 Item = tuple[int, int, Tensor]  # group, position in it, parameter
 
 
@@ -68,6 +69,12 @@ class Shampoo(torch.optim.Optimizer):
         on_nonfinite: str = "skip",
         max_failed_refreshes: int = 3,
         state_dtype: str | torch.dtype = "float32",
+        blocks: str = "global",
+        communication_dtype: str | torch.dtype | None = None,
+        process_group: Any = None,
+        num_trainers_per_group: int | None = None,
+        stages: int = 1,
+        check_ranks: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
@@ -77,6 +84,11 @@ class Shampoo(torch.optim.Optimizer):
         given = dict(locals())
         _refuse_flags(given)
         self._structure: list[tuple[Any, ...]] = []
+        self._process_group, self._check_ranks = process_group, check_ranks
+        self._trainers = (
+            None if num_trainers_per_group is None else whole("num_trainers_per_group", num_trainers_per_group)
+        )
+        self._stages = whole("stages", stages)
         self._reset()
         super().__init__(params, {name: given[name] for name in OPTIONS})
 
@@ -96,7 +108,10 @@ class Shampoo(torch.optim.Optimizer):
         try:
             check_options(group)
             for position, param in enumerate(group["params"]):
-                check_parameter(param, _name(group, len(self.param_groups) - 1, position))
+                name = _name(group, len(self.param_groups) - 1, position)
+                check_parameter(param, name)
+                if is_stored(param):
+                    self._team(param, name)
         except Exception:
             self.param_groups.pop()
             raise
@@ -111,49 +126,65 @@ class Shampoo(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._prepare(thorough=False)
+        self._consolidated.clear()
+        self._prepare_together()
         grads = self._gradients()
-        if not grads or self._is_probe(grads):
+        for group in self.param_groups:
+            rules.raise_peak(group)
+        if (not grads and not self._comms) or self._is_probe(grads):
             return loss
         self._refuse_nonfinite(grads)
         self._count(grads)
-        for group in self.param_groups:
-            rules.raise_peak(group)
+        step = self._make_step(grads)
         for unit in self._units:
-            self._step_unit(unit, grads)
+            unit.send(step)
+        for unit in self._units:
+            unit.compute(step)
+        for unit in self._units:
+            unit.apply(step)
         self._look_after()
         return loss
 
-    def _step_unit(self, unit: Unit, grads: Mapping[int, Tensor]) -> None:
-        params = {i: self._params[i] for i in unit.members if i in grads}
-        if not params:
-            return
-        key = unit.bank.key
-        group = self.param_groups[key.group]
-        momenta = {i: self.state[p]["momentum"] for i, p in params.items()} if group["momentum"] > 0 else {}
-        offsets = self._plan.offsets(key.group) if group["refresh"] == "staggered" and key.modes else None
-        unit.step({i: grads[i] for i in params}, params, momenta, self._steps, offsets, group)
+    def _make_step(self, grads: Mapping[int, Tensor]) -> Step:
+        params = {i: local(p) for i, p in enumerate(self._params)}
+        momenta = {i: local(views["momentum"]) for i, views in enumerate(self._views) if "momentum" in views}
+        return Step(grads, params, momenta, self._steps, self._offsets, self.param_groups)
+
+    def _offsets(self, key: BankKey) -> Mapping[int, int] | None:
+        staggered = self.param_groups[key.group]["refresh"] == "staggered" and key.modes
+        return self._plan.offsets(key.group, key.route.team) if staggered else None
 
     def _gradients(self) -> dict[int, Tensor]:
-        grads = {i: p.grad for i, p in enumerate(self._params) if p.grad is not None}
-        for i, grad in grads.items():
-            if grad.layout is not torch.strided:
-                raise RuntimeError(
-                    f"parameter {self._name_of(i)} has a sparse gradient; use a dense one (sparse=False in nn.Embedding) or "
-                    "give it to torch.optim.SparseAdam"
-                )
+        """This rank's part of every gradient there is."""
+        grads = {}
+        for i, p in enumerate(self._params):
+            if p.grad is not None:
+                if p.grad.layout is not torch.strided:
+                    raise RuntimeError(
+                        f"parameter {self._name_of(i)} has a sparse gradient; use a dense one (sparse=False in nn.Embedding) "
+                        "or give it to torch.optim.SparseAdam"
+                    )
+                grads[i] = local_gradient(p.grad, p)
         return grads
 
     def _is_probe(self, grads: Mapping[int, Tensor]) -> bool:
         """torch's checkpoint code allocates state by a first step with all learning rates and gradients zero."""
         if any(self._steps) or not all(rules.number(group["lr"]) == 0 for group in self.param_groups):
             return False
-        return not any(bool(grad.any()) for grad in grads.values())
+        found = any(bool(grad.any()) for grad in grads.values())
+        return not any([found, *(comm.largest([found])[0] for comm, _ in self._agreements())])
 
     def _refuse_nonfinite(self, grads: Mapping[int, Tensor]) -> None:
         groups = [self.param_groups[spec.group] for spec in self._plan.specs]
-        strict = {i: grad for i, grad in grads.items() if groups[i]["on_nonfinite"] == "raise"}
-        for i in nonfinite(strict):
+        strict = [i for i, group in enumerate(groups) if group["on_nonfinite"] == "raise"]
+        if not strict:
+            return
+        bad = set(nonfinite({i: grads[i] for i in strict if i in grads}))
+        for comm, members in self._agreements():
+            flags = comm.largest([i in bad for i in strict if i in members])
+            bad |= {i for i, flag in zip([i for i in strict if i in members], flags, strict=True) if flag}
+        if bad:
+            i = min(bad)
             raise FloatingPointError(
                 f"parameter {self._name_of(i)} has NaN or Inf in its gradient at step {self._steps[i] + 1}; nothing was "
                 "updated (on_nonfinite='raise')"
@@ -169,24 +200,41 @@ class Shampoo(torch.optim.Optimizer):
 
     def _look_after(self) -> None:
         """Report failures: on every step where reading is free, now and then where it is not."""
-        for unit in self._units:
-            group = self.param_groups[unit.bank.key.group]
-            step = max(self._steps[i] for i in unit.members)
-            if unit.bank.counts.is_cpu or step % group["precondition_frequency"] == 0:
-                self._watch.look(unit.bank, group, self._name_of)
+        for bank in self._banks:
+            group = self.param_groups[bank.key.group]
+            step = max(self._steps[block.param] for block in bank.blocks)
+            if bank.counts.is_cpu or step % group["precondition_frequency"] == 0:
+                self._watch.look(bank, group, self._name_of, not self._comms)
+        self._calls += 1
+        if self._comms and self._calls % min(group["precondition_frequency"] for group in self.param_groups) == 0:
+            self._sound_alarms()
+
+    def _sound_alarms(self) -> None:
+        for team in sorted(self._comms, key=lambda team: _order(self._plan.teams[team])):
+            alarm = self._alarms.setdefault(team, Alarm())
+            banks = [bank for bank in self._banks if bank.key.route.team == team]
+            number = alarm.ring(banks, self.param_groups, self._comms[team])
+            if number is not None:
+                spec, owner = self._plan.specs[self._plan.blocks[number].param], self._plan.owners[number]
+                group = self.param_groups[spec.group]
+                raise RuntimeError(failure(banks, number, spec.name, group, self._plan.teams[team][owner]))
 
     def _name_of(self, i: int) -> str:
         return self._plan.specs[i].name
 
     def health(self) -> dict[str, dict[str, int]]:
-        """What went wrong so far, by parameter: gradients skipped, and refreshes that failed in a row. Empty is good."""
-        return tally((unit.bank for unit in self._units), self._name_of)
+        """What went wrong so far, by parameter: gradients skipped, and refreshes that failed in a row. Empty is good.
+
+        A rank knows of the blocks that it owns.
+        """
+        return tally(self._banks, self._name_of)
 
     # Planning and state.
 
     def plan(self) -> PlanReport:
         """What is preconditioned and how, memory by kind and work per step; needs no step and allocates nothing."""
-        return PlanReport(self._make_plan(self._trainable(), self.param_groups))
+        plan = self._make_plan(self._trainable(), self.param_groups)
+        return PlanReport(plan, self._places(plan))
 
     def _started(self) -> bool:
         """Whether any parameter has taken a step."""
@@ -196,16 +244,24 @@ class Shampoo(torch.optim.Optimizer):
 
     def _reset(self) -> None:
         self._signature: Any = None
+        self._meshes: list[tuple[Comm, set[int]]] = []
         self._seen: dict[int, dict[str, Any]] = {}  # options that have been checked, by group
         self._views: list[dict[str, Tensor]] = []  # what was published in self.state
         self._params: list[Tensor] = []
         self._steps: list[int] = []
         self._units: list[Unit] = []
-        self._watch = Watch()
+        self._banks: list[Bank] = []
+        self._comms: dict[int, Comm] = {}  # of teams of more than one rank
+        self._agreed = False  # whether ranks have compared what they are about to do
+        self._calls = 0
+        self._consolidated: dict[Tensor, dict[str, Tensor]] = {}
+        self._watch, self._alarms = Watch(), dict[int, Alarm]()
 
     def _everything(self) -> list[Item]:
+        """All parameters that this rank stores something of, or could."""
         groups = enumerate(self.param_groups)
-        return [(number, position, p) for number, group in groups for position, p in enumerate(group["params"])]
+        found = [(number, position, p) for number, group in groups for position, p in enumerate(group["params"])]
+        return [item for item in found if is_stored(item[-1])]
 
     def _is_trainable(self, p: Tensor) -> bool:
         """It may get a gradient, or has had one: state that is there is kept when a parameter is frozen."""
@@ -214,20 +270,85 @@ class Shampoo(torch.optim.Optimizer):
     def _trainable(self) -> list[Item]:
         return [item for item in self._everything() if self._is_trainable(item[-1])]
 
+    def _world(self) -> tuple[int, ...]:
+        return exchange.world(self._process_group)
+
+    def _team(self, p: Tensor, name: str) -> tuple[tuple[int, ...], Layout]:
+        return team_of(*layout_of(p, self._world(), name), self._trainers, exchange.my_rank(), name)
+
     def _make_plan(self, trainable: Iterable[Item], groups: list[dict[str, Any]]) -> Plan:
-        specs = []
+        specs: list[Spec] = []
+        teams: dict[tuple[int, ...], int] = {}
+        devices: dict[str, list[torch.device]] = {}
         for g, i, p in trainable:
             name = _name(groups[g], g, i)
             check_parameter(p, name)  # again, because wrappers swap parameters after construction
-            specs.append(Spec(name, tuple(p.shape), g, str(p.device), str(p.dtype).removeprefix("torch.")))
-        return make_plan(specs, groups, [stored_regions(p, (RANK,)) for *_, p in trainable])
+            ranks, layout = self._team(p, name)
+            team, dtype = teams.setdefault(ranks, len(teams)), str(p.dtype).removeprefix("torch.")
+            specs.append(Spec(name, tuple(p.shape), g, _device_name(p.device, devices), dtype, team, layout))
+        return make_plan(specs, groups, list(teams), self._stages)
+
+    def _places(self, plan: Plan) -> list[int]:
+        """This rank's place in every team."""
+        return [team.index(exchange.my_rank()) for team in plan.teams]
+
+    # Agreement.
+
+    def _prepare_together(self) -> None:
+        """Plan, and compare with the other ranks before the first collective: a rank that fails takes all with it."""
+        error = None
+        try:
+            self._prepare(thorough=False)
+        except Exception as e:
+            if self._agreed or not self._agreements():
+                raise
+            error = e
+        if not self._agreed or self._check_ranks:
+            for comm, members in self._agreements():
+                exchange.agree(comm, self._facts(members, error))
+        if error is not None:
+            raise error
+        self._agreed = True
+
+    def _agreements(self) -> list[tuple[Comm, set[int]]]:
+        """Process groups of all ranks that store a parameter, larger ones first, each with its parameters' numbers."""
+        if not self._meshes:
+            world, known = self._world(), [self._process_group]
+            numbers = {id(p): i for i, p in enumerate(self._params)}
+            members: dict[tuple[int, ...], set[int]] = {}
+            for *_, p in self._everything():
+                ranks = tuple(sorted(layout_of(p, world)[0]))
+                members.setdefault(ranks, set()).add(numbers.get(id(p), -1))
+                known += groups_of(p)
+            self._meshes = [
+                (Comm(ranks, known), members[ranks]) for ranks in sorted(members, key=_order) if len(ranks) > 1
+            ]
+        return self._meshes
+
+    def _facts(self, members: set[int], error: Exception | None) -> dict[str, str]:
+        """All that must be the same on every rank, in words."""
+        if error is not None:
+            return {"the plan": f"{type(error).__name__}: {error}"}
+        facts = {"the plan": "made", "num_trainers_per_group": str(self._trainers), "stages": str(self._stages)}
+        facts |= {"check_ranks": str(self._check_ranks), "the number of parameters": str(len(members))}
+        specs = [(i, self._plan.specs[i], self._params[i]) for i in sorted(members)]
+        facts |= {f"parameter number {k}": f"{spec.name} {describe(p)}" for k, (_, spec, p) in enumerate(specs)}
+        for g in sorted({spec.group for _, spec, _ in specs}):
+            group = self.param_groups[g]
+            facts |= {f"{name} of param group {g}": str(rules.number(group[name])) for name in OPTIONS}
+        facts |= {f"the step of parameter {spec.name}": str(self._steps[i]) for i, spec, _ in specs}
+        if self._check_ranks:
+            facts |= {f"whether {spec.name} has a gradient": str(p.grad is not None) for _, spec, p in specs}
+        return facts
+
+    # Building.
 
     def _prepare(self, *, thorough: bool) -> None:
         """Bring plan, banks and state in step with the parameters and options; does nothing on nearly every call."""
         if not self.state:  # never stepped, or emptied by the user to begin anew
             self._reset()
         elif self._is_replaced(thorough):  # by the user: what is there now counts
-            self._signature, self._units = None, []
+            self._signature, self._units, self._banks = None, [], []
         for number, group in enumerate(self.param_groups):
             check_values(group, self._seen.setdefault(number, {}))
         trainable = self._trainable()
@@ -236,6 +357,7 @@ class Shampoo(torch.optim.Optimizer):
         structure = [tuple(group[name] for name in STRUCTURAL) for group in self.param_groups]
         if self._started():
             _refuse_restructuring(self._structure, structure)
+            self._refuse_moving()
             self._refuse_reshaping(trainable)
         self._build(self._make_plan(trainable, self.param_groups), [p for *_, p in trainable])
         self._signature, self._structure = self._sign(trainable), structure
@@ -254,10 +376,22 @@ class Shampoo(torch.optim.Optimizer):
     def _sign(self, trainable: Iterable[Item]) -> Any:
         """All that plan, banks and state depend on."""
         options = [
-            (group["betas"][0] > 0, group["momentum"] > 0, *(group[name] for name in (*STRUCTURAL, *_ROOT_OPTIONS)))
+            (
+                group["betas"][0] > 0,
+                group["momentum"] > 0,
+                group["weight_decay_mode"] == "l2",
+                *(group[name] for name in (*STRUCTURAL, *_ROOT_OPTIONS, "communication_dtype")),
+            )
             for group in self.param_groups
         ]
-        return [(id(p), p.device, p.dtype, p.shape) for *_, p in trainable], options
+        return [(id(p), p.device, p.dtype, p.shape) for *_, p in trainable], options, self._world()
+
+    def _refuse_moving(self) -> None:
+        if self._signature is not None and self._signature[-1] != self._world():
+            raise RuntimeError(
+                f"the optimizer began on ranks {list(self._signature[-1])} and now there are {list(self._world())}: its process "
+                "group was destroyed or replaced; save its state before that, and load it into a new optimizer"
+            )
 
     def _refuse_reshaping(self, trainable: Iterable[Item]) -> None:
         planned = {id(p): spec for p, spec in zip(self._params, self._plan.specs, strict=True)} if self._params else {}
@@ -271,20 +405,26 @@ class Shampoo(torch.optim.Optimizer):
 
     def _build(self, plan: Plan, params: list[Tensor]) -> None:
         """Banks and units for the plan; whatever state there is moves along."""
-        check_memory(plan)
-        old_banks = {identity(unit.bank, self._params): unit.bank for unit in self._units}
-        banks = make_banks(plan, RANK, params, self.param_groups, old_banks)
+        places = self._places(plan)
+        check_memory(plan, places)
+        old_banks = {identity(bank, self._params): bank for bank in self._banks}
+        banks = make_banks(plan, places, params, self.param_groups, old_banks)
         old_state = {p: self.state[p] for p in params if p in self.state} if self._started() else {}
-        self._plan, self._params = plan, params
-        self._publish(banks, old_state)
+        self._plan, self._params, self._banks, self._meshes = plan, params, banks, []
+        self._publish(places, old_state)
         for bank in banks:
             if old_state and bank not in old_banks.values():
                 bank.state_changed(self.param_groups[bank.key.group])
         self._steps = checkpoint.counts(self._step_tensor)
-        self._units = make_units(plan, banks, params, self.param_groups)
+        known = [self._process_group, *(group for p in params for group in groups_of(p))]
+        comms = [Comm(ranks, known) for ranks in plan.teams]
+        self._comms = {team: comm for team, comm in enumerate(comms) if len(comm.ranks) > 1}
+        self._units = make_units(plan, places, banks, [local(p) for p in params], self.param_groups, comms)
         self._watch.keep(banks)
+        self._alarms.clear()
+        self._agreed = False
 
-    def _publish(self, banks: Iterable[Bank], old: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+    def _publish(self, places: list[int], old: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Fill ``self.state``: every trainable parameter has an entry, flat, of tensors only."""
         self._step_tensor = torch.zeros(len(self._params), dtype=torch.float32, device="cpu")
         views = [{"step": step} for step in self._step_tensor.unbind()]
@@ -292,22 +432,40 @@ class Shampoo(torch.optim.Optimizer):
             group = self.param_groups[spec.group]
             if group["momentum"] > 0:
                 entry["momentum"] = torch.zeros_like(p, dtype=state_dtype(group), requires_grad=False)
-        for bank in banks:
+        for bank in self._banks:
             for block, role, view in bank.views():
                 views[block.param][checkpoint.key(role, block.index)] = view
         self.state.clear()
-        for p, entry in zip(self._params, views, strict=True):
-            checkpoint.copy_state(old.get(p, {}), entry)
+        for i, (p, entry) in enumerate(zip(self._params, views, strict=True)):
+            checkpoint.copy_state(old.get(p, {}), entry, self._plan.stored(i, places[self._plan.specs[i].team]))
             self.state[p] = dict(entry)
         self._views = views
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; allocates the state if there has been no step."""
+        """As torch's; allocates the state if there has been no step.
+
+        Of several ranks each has the blocks that it owns, which is what ``torch.distributed.checkpoint`` expects; for one
+        that has everything see :meth:`consolidate_state_dict`.
+        """
         with torch.no_grad():
             self._prepare(thorough=True)
-        return super().state_dict()
+        found = super().state_dict()
+        numbers = [i for group in found["param_groups"] for i in group["params"]]
+        whole = (self._consolidated.get(p) for group in self.param_groups for p in group["params"])
+        found["state"].update({i: dict(entry) for i, entry in zip(numbers, whole, strict=True) if entry is not None})
+        return found
+
+    @torch.no_grad()
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring the whole state to the rank ``to``: its :meth:`state_dict` is then complete, in host memory, until the next
+        step, and can be loaded by any number of ranks. All ranks must call this together.
+        """
+        self._prepare(thorough=True)
+        rank = exchange.my_rank()
+        whole = checkpoint.collect(self._plan, self._banks, self._views, self._comms, rank, to)
+        self._consolidated = dict(zip(self._params, whole, strict=True)) if whole else {}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -326,11 +484,15 @@ class Shampoo(torch.optim.Optimizer):
         for p in entries:
             self.state.setdefault(p, {})  # so that it is planned even if it is frozen now
         self._prepare(thorough=True)
-        for p, entry in entries.items():
-            checkpoint.copy_state(entry, self.state[p])
+        places = self._places(self._plan)
+        for i, p in enumerate(self._params):
+            stored = self._plan.stored(i, places[self._plan.specs[i].team])
+            checkpoint.copy_state(entries[p], self.state[p], stored)
         self._steps = checkpoint.counts(self._step_tensor)
-        for unit in self._units:
-            unit.bank.state_changed(self.param_groups[unit.bank.key.group])
+        self._agreed = False
+        self._consolidated.clear()
+        for bank in self._banks:
+            bank.state_changed(self.param_groups[bank.key.group])
         for after in list(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 
@@ -341,16 +503,20 @@ class Shampoo(torch.optim.Optimizer):
         saved = {p: state_dict["state"].get(i, {}) for p, i in zip(ours, ids, strict=True)}
         trainable = [item for item in self._everything() if saved[item[-1]] or self._is_trainable(item[-1])]
         plan = self._make_plan(trainable, groups)
-        for (*_, p), spec, shapes in zip(trainable, plan.specs, expected_shapes(plan, RANK), strict=True):
-            checkpoint.check_state(saved[p], shapes, spec.name)
+        needed = checkpoint.expected_shapes(plan, plan.banks_of(self._places(plan)))
+        known = checkpoint.expected_shapes(plan, plan.all_banks())
+        for i, (*_, p) in enumerate(trainable):
+            checkpoint.check_state(saved[p], needed[i], known[i], plan.specs[i].name)
         return {p: saved[p] for *_, p in trainable}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_structure": self._structure}
+        kept = ("_structure", "_trainers", "_stages", "_check_ranks")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """After pickling or deepcopy the state is plain tensors; the next step or save moves it into fresh banks."""
         super().__setstate__(state)
+        self._process_group = None  # a process group cannot be pickled; the default one takes its place
         self._reset()
 
 
@@ -372,6 +538,20 @@ def _refuse_restructuring(before: list[tuple[Any, ...]], now: list[tuple[Any, ..
                     f"{name} of param group {number} was changed from {was!r} to {is_now!r} after the first step; it decides which "
                     "state there is, so build a new optimizer instead"
                 )
+
+
+def _order(ranks: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """Larger sets of ranks first: an order of collectives in which no ranks wait for each other in a circle."""
+    return -len(ranks), ranks
+
+
+def _device_name(device: torch.device, seen: dict[str, list[torch.device]]) -> str:
+    """A device's kind, and its number among those that this process uses: the same on every rank."""
+    found = seen.setdefault(device.type, [])
+    if device not in found:
+        found.append(device)
+    number = found.index(device)
+    return f"{device.type}:{number}" if number else device.type
 
 
 def _name(group: Mapping[str, Any], number: int, position: int) -> str:

@@ -114,6 +114,10 @@ def _dtype(name: str, value: Any) -> str:
     return str(_choice("float32", "float64", "bfloat16", "float16")(name, spelled))
 
 
+def _wire(name: str, value: Any) -> str:
+    return str(_choice("float32", "bfloat16", "float16", "int8")(name, str(value).removeprefix("torch.")))
+
+
 @dataclass(frozen=True)
 class Option:
     default: Any
@@ -151,6 +155,8 @@ OPTIONS: dict[str, Option] = {
     "refresh": Option("together", _choice("together", "staggered"), "refresh all blocks at once, or spread them evenly over the period"),
     "on_nonfinite": Option("skip", _choice("skip", "raise"), "a block with NaN or Inf in its gradient sits the step out, or the step raises (which reads the device on every step)"),
     "max_failed_refreshes": Option(3, _count(0), "failed refreshes in a row that one block may have"),
+    "communication_dtype": Option(None, _optional(_wire), "rounds directions for their way to the ranks that store the parameter: `\"float32\"`, `\"bfloat16\"`, `\"float16\"`, or `\"int8\"` with a scale per block; default: not rounded"),
+    "blocks": Option("global", _choice("global", "local"), "cut blocks from whole parameters, or from each shard, so that no gradient travels and results depend on the sharding", structural=True),
     "state_dtype": Option("float32", _dtype, "dtype of the state; arithmetic is in float32 or better", structural=True),
 }  # fmt: skip
 
@@ -204,6 +210,11 @@ def _refuse_without_effect(group: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={group[name]!r} has no effect {why}; remove it or change the other option")
 
 
+def whole(name: str, value: Any) -> int:
+    """A whole number of at least 1."""
+    return int(_count(1)(name, value))
+
+
 def closest(name: str) -> str | None:
     """The option that an unknown keyword was probably meant to be."""
     found = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.85)
@@ -236,6 +247,11 @@ def state_dtype(group: Mapping[str, Any]) -> torch.dtype:
 def compute_dtype(group: Mapping[str, Any]) -> torch.dtype:
     """float32, or better where the state is."""
     return torch.promote_types(state_dtype(group), torch.float32)
+
+
+def wire_dtype(group: Mapping[str, Any]) -> str:
+    """What directions travel as."""
+    return str(group["communication_dtype"] or str(compute_dtype(group)).removeprefix("torch."))
 
 
 def markdown() -> str:

@@ -1,36 +1,45 @@
-"""The plan: which blocks there are, who owns them, what moves where. Pure, and identical on every rank."""
+"""The plan: which blocks there are, who owns them, what moves where. Pure, and identical on every rank.
+
+[Note: teams and places] The ranks that store a parameter between them and share its work are its *team*; they are
+numbered by *places* 0, 1, ... in the order of their ranks. A parameter that everyone stores has a team of all ranks, one
+on a mesh the ranks of that mesh, and with ``num_trainers_per_group`` a team is one of several that repeat the same work. A
+process is the team of one place. Everything below speaks of places only, so it needs no process group.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
 from typing import Any
 
-from torch import Tensor
-
 from . import assign
-from .blocks import Block, Region, Shape, cut
-from .options import exponent
+from .blocks import Block, Layout, Region, Shape, cut
+from .options import compute_dtype, exponent, wire_dtype
 from .roots import resolve
 
 GEOMETRY = ("max_preconditioner_dim", "merge_dims", "large_dim", "batch_dims", "precondition_1d")
+ALONE = Layout.everywhere(1)
+TRIES = 64  # holders of a block that are asked whether they are least loaded; with more, each holds next to nothing
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What planning needs to know of a parameter."""
+    """What planning needs to know of a parameter. ``device`` counts devices of a kind within a process from 0."""
 
     name: str
     shape: Shape
     group: int
     device: str = "cpu"
     dtype: str = "float32"
+    team: int = 0
+    layout: Layout = ALONE
 
 
 @dataclass(frozen=True)
 class Move:
-    """A piece of a block that travels from the rank ``src`` to the rank ``dst``; they may be the same."""
+    """A piece of a block that travels from the place ``src`` to the place ``dst``; they may be the same."""
 
     src: int
     dst: int
@@ -39,9 +48,29 @@ class Move:
 
 
 @dataclass(frozen=True)
-class BankKey:
-    """Blocks that agree in this are stacked: same options, same device, same mathematics, same shape."""
+class Route:
+    """How blocks travel: the dtype on the wire to the owner and back, None where nothing has to travel.
 
+    ``gather``: everyone stores everything, so directions go out by one all-gather. Routes of later stages are computed
+    while earlier ones are on the wire.
+    """
+
+    team: int
+    inbound: str | None = None
+    outbound: str | None = None
+    gather: bool = False
+    stage: int = 0
+
+    @property
+    def direct(self) -> bool:
+        return self.inbound is None and self.outbound is None
+
+
+@dataclass(frozen=True)
+class BankKey:
+    """Blocks that agree in this are stacked: same way to travel, same options, same device, same mathematics, same shape."""
+
+    route: Route
     group: int
     device: str
     method: str
@@ -51,62 +80,108 @@ class BankKey:
 
 @dataclass(frozen=True)
 class Plan:
-    """Blocks in the order of the parameters, each with its owner; the moves of gradients in and directions out."""
+    """Blocks in the order of the parameters, each with the place that owns it and the bank that it belongs to."""
 
     specs: tuple[Spec, ...]
     groups: tuple[Mapping[str, Any], ...]
+    teams: tuple[tuple[int, ...], ...]  # ranks by place
     blocks: tuple[Block, ...]
     owners: tuple[int, ...]
-    inbound: tuple[Move, ...]  # gradient piece: a holder -> the owner
-    outbound: tuple[Move, ...]  # direction piece: the owner -> every holder
+    keys: tuple[BankKey, ...]
     _offsets: dict[tuple[Any, ...], dict[int, int]] = field(default_factory=dict, compare=False, repr=False)
 
-    def banks(self, rank: int) -> dict[BankKey, list[int]]:
-        """The blocks that a rank owns, by bank, in slot order."""
-        banks: dict[BankKey, list[int]] = {}
-        for number, (block, owner) in enumerate(zip(self.blocks, self.owners, strict=True)):
-            if owner == rank:
-                spec = self.specs[block.param]
-                key = BankKey(spec.group, spec.device, block.method, block.shape, block.modes)
-                banks.setdefault(key, []).append(number)
-        return banks
+    @cached_property
+    def _owned(self) -> dict[tuple[int, int], dict[BankKey, list[int]]]:
+        order = {key: i for i, key in enumerate(dict.fromkeys(self.keys))}
+        owned: dict[tuple[int, int], dict[BankKey, list[int]]] = {}
+        for number in sorted(range(len(self.blocks)), key=lambda i: (order[self.keys[i]], i)):
+            key = self.keys[number]
+            owned.setdefault((key.route.team, self.owners[number]), {}).setdefault(key, []).append(number)
+        return owned
 
-    def offsets(self, group: int) -> dict[int, int]:
+    def banks(self, team: int, place: int) -> dict[BankKey, list[int]]:
+        """The blocks that a place owns, by bank, in slot order."""
+        return self._owned.get((team, place), {})
+
+    def banks_of(self, places: Sequence[int]) -> dict[BankKey, list[int]]:
+        """The banks of the rank that has these places in the teams."""
+        return {key: numbers for team, place in enumerate(places) for key, numbers in self.banks(team, place).items()}
+
+    def all_banks(self) -> dict[BankKey, list[int]]:
+        """The banks of all places together."""
+        found: dict[BankKey, list[int]] = {}
+        for number, key in enumerate(self.keys):
+            found.setdefault(key, []).append(number)
+        return found
+
+    @cached_property
+    def routes(self) -> tuple[Route, ...]:
+        """Larger teams first: an order in which ranks of several teams never wait for each other in a circle."""
+
+        def order(route: Route) -> tuple[Any, ...]:
+            ranks = self.teams[route.team]
+            return -len(ranks), ranks, route.stage, route.gather, str(route.inbound), str(route.outbound)
+
+        return tuple(sorted(dict.fromkeys(key.route for key in self.keys), key=order))
+
+    def stored(self, param: int, place: int) -> Region:
+        spec = self.specs[param]
+        return spec.layout.region(spec.shape, place)
+
+    def inbound(self, route: Route, src: int, dst: int) -> Iterator[Move]:
+        """Gradient pieces that the holder ``src`` sends the owner ``dst``. An owner is served by its own replica."""
+        for number in self._sequence(route, dst):
+            block = self.blocks[number]
+            layout = self.specs[block.param].layout
+            serves = layout.copies == 1 or layout.replica(src) == layout.replica(dst)
+            if serves and (piece := block.region.meet(self.stored(block.param, src))):
+                yield Move(src, dst, number, piece)
+
+    def outbound(self, route: Route, src: int, dst: int) -> Iterator[Move]:
+        """Direction pieces that the owner ``src`` sends the holder ``dst``."""
+        for number in self._sequence(route, src):
+            block = self.blocks[number]
+            if piece := block.region.meet(self.stored(block.param, dst)):
+                yield Move(src, dst, number, piece)
+
+    def _sequence(self, route: Route, owner: int) -> Iterator[int]:
+        """The owner's blocks that take a route, bank by bank, slot by slot."""
+        for key, numbers in self.banks(route.team, owner).items():
+            if key.route == route:
+                yield from numbers
+
+    def offsets(self, group: int, team: int) -> dict[int, int]:
         """For ``refresh="staggered"``: each block's step inside the period, so that every step has the same work.
 
         Depends on all blocks of the group, not on who owns them, so it is the same for any number of ranks.
         """
         options = self.groups[group]
         frequency = options["precondition_frequency"]
-        key = (group, frequency, options["root"], options["exponent"], options["exponent_multiplier"])
+        key = (group, team, frequency, options["root"], options["exponent"], options["exponent_multiplier"])
         if key not in self._offsets:
-            numbers = [i for i, b in enumerate(self.blocks) if b.modes and self.specs[b.param].group == group]
+            mine = [(spec.group, spec.team) == (group, team) for spec in self.specs]
+            numbers = [i for i, b in enumerate(self.blocks) if b.modes and mine[b.param]]
             costs = [refresh_cost(self.blocks[i], options, self.specs[self.blocks[i].param].device) for i in numbers]
             self._offsets[key] = dict(zip(numbers, assign.greedy(costs, frequency), strict=True))
         return self._offsets[key]
 
 
 def make_plan(
-    specs: Sequence[Spec], groups: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[int, Region]]
+    specs: Sequence[Spec],
+    groups: Sequence[Mapping[str, Any]],
+    teams: Sequence[Sequence[int]] = ((0,),),
+    stages: int = 1,
 ) -> Plan:
-    """Cut every parameter, choose owners among the ranks that store parameters, and lay out the moves."""
-    blocks: list[Block] = []
-    for index, spec in enumerate(specs):
-        options = groups[spec.group]
-        if options["batch_dims"] > len(spec.shape):
-            raise ValueError(
-                f"batch_dims={options['batch_dims']} but parameter {spec.name} has shape {spec.shape}; put it in a "
-                "param group of its own"
-            )
-        blocks += cut(index, spec.shape, **{name: options[name] for name in GEOMETRY})
-    ranks = sorted({rank for regions in stored for rank in regions})
-    owners = [ranks[i] for i in assign.greedy([_load(b, specs, groups) for b in blocks], len(ranks))]
-    inbound, outbound = [], []
-    for number, (block, owner) in enumerate(zip(blocks, owners, strict=True)):
-        for piece, holders in _holders(block, stored[block.param]).items():
-            inbound.append(Move(owner if owner in holders else holders[0], owner, number, piece))
-            outbound += [Move(owner, holder, number, piece) for holder in holders]
-    return Plan(tuple(specs), tuple(groups), tuple(blocks), tuple(owners), tuple(inbound), tuple(outbound))
+    """Cut every parameter, choose owners, and decide how blocks travel."""
+    cuts = [cut for index, spec in enumerate(specs) for cut in _cut(index, spec, groups[spec.group])]
+    blocks = [block for block, _ in cuts]
+    owners = _owners(specs, groups, teams, cuts)
+    keys = [_key(block, specs[block.param], groups[specs[block.param].group]) for block in blocks]
+    if stages > 1:
+        numbers = _stages(blocks, owners, keys, stages)
+        keys = [replace(key, route=replace(key.route, stage=stage)) for key, stage in zip(keys, numbers, strict=True)]
+    ranks = tuple(tuple(team) for team in teams)
+    return Plan(tuple(specs), tuple(groups), ranks, tuple(blocks), tuple(owners), tuple(keys))
 
 
 def refresh_cost(block: Block, options: Mapping[str, Any], device: str) -> float:
@@ -115,87 +190,92 @@ def refresh_cost(block: Block, options: Mapping[str, Any], device: str) -> float
     )
 
 
-def _load(block: Block, specs: Sequence[Spec], groups: Sequence[Mapping[str, Any]]) -> float:
-    spec = specs[block.param]
-    options = groups[spec.group]
-    refresh: float = refresh_cost(block, options, spec.device) / options["precondition_frequency"]
-    return refresh + assign.step_flops(block) + math.prod(block.shape)
+def _cut(index: int, spec: Spec, options: Mapping[str, Any]) -> list[tuple[Block, tuple[int, ...]]]:
+    """The blocks of a parameter; with ``blocks="local"``, those of every stored piece, with the places that may own them."""
+    if options["batch_dims"] > len(spec.shape):
+        raise ValueError(
+            f"batch_dims={options['batch_dims']} but parameter {spec.name} has shape {spec.shape}; put it in a param group of "
+            "its own"
+        )
+    geometry = {name: options[name] for name in GEOMETRY}
+    if options["blocks"] == "global" or spec.layout.replicated:
+        return [(block, ()) for block in cut(index, spec.shape, **geometry)]
+    homes: dict[Region, tuple[int, ...]] = {}
+    for place in range(spec.layout.places):
+        region = spec.layout.region(spec.shape, place)
+        homes[region] = (*homes.get(region, ()), place)
+    found = [
+        (replace(block, region=block.region.moved(region.start)), places)
+        for region, places in homes.items()
+        for block in cut(index, region.shape, **geometry)
+    ]
+    return [(replace(block, index=i), places) for i, (block, places) in enumerate(found)]
 
 
-def _holders(block: Block, stored: Mapping[int, Region]) -> dict[Region, list[int]]:
-    """The stored pieces of a block, each with the ranks that hold it."""
-    holders: dict[Region, list[int]] = {}
-    for rank, region in stored.items():
-        if piece := block.region.meet(region):
-            holders.setdefault(piece, []).append(rank)
-    return holders
+def _owners(
+    specs: Sequence[Spec],
+    groups: Sequence[Mapping[str, Any]],
+    teams: Sequence[Sequence[int]],
+    cuts: Sequence[tuple[Block, tuple[int, ...]]],
+) -> list[int]:
+    """The place that owns each block, balanced within every team."""
+    known: dict[Any, int] = {}
+
+    def load(block: Block) -> int:
+        spec = specs[block.param]
+        alike = (spec.group, spec.device, block.shape, block.modes)
+        if alike not in known:
+            options = groups[spec.group]
+            refresh = refresh_cost(block, options, spec.device)
+            known[alike] = assign.load(block, refresh, options["precondition_frequency"])
+        return known[alike]
+
+    def storing(block: Block) -> Sequence[int]:
+        spec = specs[block.param]
+        return () if spec.layout.replicated else tuple(islice(spec.layout.holders(spec.shape, block.region), TRIES))
+
+    owners = [0] * len(cuts)
+    for team, ranks in enumerate(teams):
+        mine = [i for i, (block, _) in enumerate(cuts) if specs[block.param].team == team]
+        places = assign.greedy(
+            [load(cuts[i][0]) for i in mine],
+            len(ranks),
+            prefer=lambda j, mine=mine: storing(cuts[mine[j]][0]),  # type: ignore[misc]
+            only=lambda j, mine=mine: cuts[mine[j]][1],  # type: ignore[misc]
+        )
+        for i, place in zip(mine, places, strict=True):
+            owners[i] = place
+    return owners
 
 
-@dataclass(frozen=True)
-class Run:
-    """Equal boxes of one parameter on a regular grid, whose blocks lie in consecutive slots of a stack.
-
-    One run is one strided view of the parameter and one contiguous view of the stack, so that a parameter cut into a
-    hundred blocks is still copied in one piece.
-    """
-
-    param: int
-    slot: int
-    start: Shape
-    shape: Shape
-    counts: Shape = ()  # size of the grid, outermost first
-    steps: tuple[Shape, ...] = ()  # distance between neighbours along each axis of the grid
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.counts)
-
-    def of_param(self, tensor: Tensor) -> Tensor:
-        if not self.counts and self.shape == tensor.shape:
-            return tensor
-        strides = tensor.stride()
-        offset = tensor.storage_offset() + _dot(self.start, strides)
-        outer = tuple(_dot(step, strides) for step in self.steps)
-        return tensor.as_strided(self.counts + self.shape, outer + strides, offset)
-
-    def of_stack(self, stack: Tensor) -> Tensor:
-        return stack[self.slot : self.slot + self.size].view(self.counts + self.shape)
+def _key(block: Block, spec: Spec, options: Mapping[str, Any]) -> BankKey:
+    return BankKey(_route(spec, options), spec.group, spec.device, block.method, block.shape, block.modes)
 
 
-def coalesce(runs: Iterable[Run]) -> list[Run]:
-    """Join neighbouring runs that continue a regular grid, one axis of the grid at a time."""
-    runs = list(runs)
-    while True:
-        joined = _join(runs)
-        if len(joined) == len(runs):
-            return joined
-        runs = joined
+def _route(spec: Spec, options: Mapping[str, Any]) -> Route:
+    out = wire_dtype(options)
+    if spec.layout.places == 1:
+        return Route(spec.team)
+    if spec.layout.replicated:
+        return Route(spec.team, outbound=out, gather=True)
+    if options["blocks"] == "local":
+        return Route(spec.team, outbound=out if spec.layout.copies > 1 else None)
+    # A gradient of 16 bits travels as it is; one that decay was added to is what arithmetic made of it.
+    short = spec.dtype in ("bfloat16", "float16") and options["weight_decay_mode"] != "l2"
+    return Route(spec.team, spec.dtype if short else str(compute_dtype(options)).removeprefix("torch."), out)
 
 
-def _join(runs: Sequence[Run]) -> list[Run]:
-    out: list[Run] = []
-    first: Run | None = None  # the run that the grid at the end of `out` started from
-    for run in runs:
-        if first is not None and _continues(out[-1], first, run):
-            head = out[-1]
-            count = head.counts[0] if head is not first else 1
-            step = tuple(b - a for a, b in zip(first.start, run.start, strict=True)) if count == 1 else head.steps[0]
-            out[-1] = replace(first, counts=(count + 1, *first.counts), steps=(step, *first.steps))
-        else:
-            first = run
-            out.append(run)
-    return out
-
-
-def _continues(head: Run, first: Run, run: Run) -> bool:
-    alike = (run.param, run.shape, run.counts, run.steps) == (first.param, first.shape, first.counts, first.steps)
-    if not alike or run.slot != head.slot + head.size:
-        return False
-    if head is first:  # forwards in every dimension, for whatever the strides are: a view cannot go backwards
-        return all(a <= b for a, b in zip(first.start, run.start, strict=True))
-    count = head.counts[0]
-    return all(b - a == count * s for a, b, s in zip(first.start, run.start, head.steps[0], strict=True))
-
-
-def _dot(a: Sequence[int], b: Sequence[int]) -> int:
-    return sum(x * y for x, y in zip(a, b, strict=True))
+def _stages(blocks: Sequence[Block], owners: Sequence[int], keys: Sequence[BankKey], stages: int) -> list[int]:
+    """Cut what every owner sends into so many parts of about the same size, bank after bank."""
+    order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    travelling = [i for i, key in enumerate(keys) if not key.route.direct]
+    totals: dict[tuple[int, int], int] = {}
+    for i in travelling:
+        at = keys[i].route.team, owners[i]
+        totals[at] = totals.get(at, 0) + blocks[i].region.numel
+    chosen, seen = [0] * len(blocks), dict.fromkeys(totals, 0)
+    for i in sorted(travelling, key=lambda i: (order[keys[i]], i)):
+        at, numel = (keys[i].route.team, owners[i]), blocks[i].region.numel
+        chosen[i] = int(stages * (seen[at] + numel / 2) / totals[at])
+        seen[at] += numel
+    return chosen

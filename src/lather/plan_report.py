@@ -12,7 +12,7 @@ import torch
 
 from . import assign, options
 from .bank import initial_state, make_stack
-from .blocks import Block, Region
+from .blocks import Block
 from .plan import BankKey, Plan, Spec, make_plan, refresh_cost
 from .roots import resolve, spell
 
@@ -51,15 +51,15 @@ class PlanReport:
     (20480, 20480)
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, places: Sequence[int]) -> None:
         blocks: list[list[Block]] = [[] for _ in plan.specs]
         for block in plan.blocks:
             blocks[block.param].append(block)
         self.params = [_param_row(plan, *item) for item in zip(plan.specs, blocks, strict=True)]
         sizes = bank_bytes(plan)
-        self.banks = [_bank_row(plan, key, numbers, sizes[key]) for key, numbers in _all_banks(plan).items()]
+        self.banks = [_bank_row(plan, key, numbers, sizes[key]) for key, numbers in plan.all_banks().items()]
         self.memory = _memory(plan, sizes)
-        self.scratch_bytes = max((_scratch(plan, key, numbers) for key, numbers in _all_banks(plan).items()), default=0)
+        self.scratch_bytes = max((_scratch(plan, key, numbers) for key, numbers in plan.all_banks().items()), default=0)
         self.step_flops = sum(map(assign.step_flops, plan.blocks))
         self.refresh_flops = sum(
             refresh_cost(b, plan.groups[plan.specs[b.param].group], plan.specs[b.param].device) for b in plan.blocks
@@ -114,10 +114,10 @@ def plan(
     group |= given
     options.check_options(group)
     specs = [Spec(name, tuple(shape), 0, device, dtype) for name, shape in shapes.items()]
-    return PlanReport(make_plan(specs, [group], [{0: Region.whole(spec.shape)} for spec in specs]))
+    return PlanReport(make_plan(specs, [group]), [0])
 
 
-def check_memory(plan: Plan) -> None:
+def check_memory(plan: Plan, places: Sequence[int]) -> None:
     """Refuse, before anything is allocated, state that cannot fit on its device."""
     totals: dict[str, int] = {}
     for key, roles in bank_bytes(plan).items():
@@ -136,19 +136,11 @@ def check_memory(plan: Plan) -> None:
 def bank_bytes(plan: Plan) -> dict[BankKey, dict[str, int]]:
     """Bytes of state by bank and role."""
     sizes = {}
-    for key, numbers in _all_banks(plan).items():
+    for key, numbers in plan.all_banks().items():
         group = plan.groups[key.group]
         state = initial_state(key, make_stack(key, len(numbers), group, torch.device("meta")), group)
         sizes[key] = {role: tensor.numel() * tensor.element_size() for role, tensor in state.items()}
     return sizes
-
-
-def _all_banks(plan: Plan) -> dict[BankKey, list[int]]:
-    banks: dict[BankKey, list[int]] = {}
-    for rank in sorted(set(plan.owners)):
-        for key, numbers in plan.banks(rank).items():
-            banks.setdefault(key, []).extend(numbers)
-    return banks
 
 
 def _memory(plan: Plan, sizes: Mapping[BankKey, Mapping[str, int]]) -> dict[str, int]:

@@ -31,11 +31,11 @@ def raise_peak(group: dict[str, Any]) -> None:
         group["peak_lr"] = peak.clamp(min=lr) if isinstance(peak, Tensor) else max(lr, peak)
 
 
-def prepare_gradient(grad: Tensor, w: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """``maximize`` and coupled decay, in place on a copy of the gradient."""
+def prepare_gradient(grad: Tensor, w: Tensor | None, group: Mapping[str, Any]) -> Tensor:
+    """``maximize`` and coupled decay, which needs the parameters, in place on a copy of the gradient."""
     if group["maximize"]:
         grad.neg_()
-    if group["weight_decay_mode"] == "l2" and group["weight_decay"] != 0:
+    if w is not None and group["weight_decay"] != 0:
         grad.add_(w * group["weight_decay"])
     return grad
 

@@ -1,26 +1,27 @@
-"""The stored side of a bank: copies between parameters and stacks.
-
-A stack holds, slot by slot, the pieces of a bank's blocks that this rank stores. Gradients, parameters and momenta are
-copied into stacks, changed there by a handful of batched operations, and copied back, each by one foreach call.
-"""
+"""The stored side: pieces of parameters, laid end to end in flat buffers where rules work on them all at once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import rules
-from .plan import Run
+from .exchange import SCALE, Item
+from .linalg import from_host
+from .plan import Plan
+from .runs import Run, coalesce
 
 ArenaKey = tuple[str, torch.device, torch.dtype]
+LARGEST = 1 << 26  # elements of a chunk, unless one message has more
 
 
 class Arena:
-    """Scratch memory that all banks share, one after the other: as large as the largest of them needs."""
+    """Scratch memory that all chunks and banks share, one after the other: as large as the largest of them needs."""
 
     def __init__(self) -> None:
         self._sizes: dict[ArenaKey, int] = {}
@@ -29,54 +30,149 @@ class Arena:
     def reserve(self, key: ArenaKey, numel: int) -> None:
         self._sizes[key] = max(numel, self._sizes.get(key, 0))
 
-    def take(self, key: ArenaKey, shape: Sequence[int]) -> Tensor:
+    def take(self, key: ArenaKey, *shape: int) -> Tensor:
         if key not in self._flat:
             _, device, dtype = key
             self._flat[key] = torch.empty(self._sizes[key], dtype=dtype, device=device)
         return self._flat[key][: math.prod(shape)].view(*shape)
 
 
-class Mirror:
-    """A stack, and the places in it of the tensors it is copied from and to."""
+@dataclass
+class Span:
+    """Where pieces of one param group's parameters lie in a flat buffer, and parts of that in a buffer of messages."""
 
-    def __init__(self, runs: Sequence[Run], stack: Tensor) -> None:
-        self.stack = stack
-        self._slots = [(run, run.of_stack(stack)) for run in runs]
+    group: int
+    device: torch.device
+    numel: int = 0
+    runs: list[Run] = field(default_factory=list)
+    parts: list[tuple[int, int, int]] = field(default_factory=list)  # offset here, offset there, elements
+    scales: list[tuple[int, int, int]] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)  # elements under each scale
+
+    def add(self, param: int, start: Sequence[int], shape: Sequence[int]) -> None:
+        self.runs.append(Run(param, self.numel, tuple(start), tuple(shape)))
+        self.numel += math.prod(shape)
+
+    def add_item(self, param: int, start: Sequence[int], item: Item) -> None:
+        numel = item.move.region.numel
+        _extend(self.parts, self.numel, item.offset, numel)
+        if item.scale is not None:
+            _extend(self.scales, SCALE * len(self.lengths), item.scale, SCALE)
+            self.lengths.append(numel)
+        self.add(param, start, item.move.region.shape)
+
+
+def _extend(parts: list[tuple[int, int, int]], here: int, there: int, size: int) -> None:
+    """Add a part, or lengthen the last one if it goes on from there."""
+    if parts and (parts[-1][0] + parts[-1][2], parts[-1][1] + parts[-1][2]) == (here, there):
+        parts[-1] = (parts[-1][0], parts[-1][1], parts[-1][2] + size)
+    else:
+        parts.append((here, there, size))
+
+
+def spans(plan: Plan, me: int, items: Iterable[Item], devices: Mapping[int, torch.device]) -> list[Span]:
+    """The pieces of a buffer of messages that this place stores, by param group."""
+    done: list[Span] = []
+    open_: dict[tuple[int, torch.device], Span] = {}
+    for item in items:
+        param = plan.blocks[item.move.block].param
+        key = plan.specs[param].group, devices[param]
+        if key in open_ and open_[key].numel + item.move.region.numel > LARGEST:
+            done.append(open_.pop(key))
+        origin = plan.stored(param, me).start
+        open_.setdefault(key, Span(*key)).add_item(param, item.move.region.moved(-a for a in origin).start, item)
+    return [*done, *open_.values()]
+
+
+class Mirror:
+    """A flat buffer, and the places in it of the tensors it is copied from and to."""
+
+    def __init__(self, runs: Sequence[Run], flat: Tensor) -> None:
+        self.flat = flat
+        self._slots = [(run, run.of_flat(flat)) for run in runs]
         self._loaded: list[tuple[Tensor, Tensor]] = []
 
-    def load(self, tensors: Mapping[int, Tensor]) -> Tensor:
-        """Fill the slots of the parameters in ``tensors``; the others hold whatever they held."""
-        pairs = [(slot, run.of_param(tensors[run.param])) for run, slot in self._slots if run.param in tensors]
-        torch._foreach_copy_([slot for slot, _ in pairs], [view for _, view in pairs])
-        self._loaded = pairs
-        return self.stack
+    def load(self, tensors: Mapping[Any, Tensor], *, keep: bool = False) -> Tensor:
+        """Fill the places of the tensors there are; the others hold whatever they held. ``keep`` is for a :meth:`save`."""
+        pairs = [(slot, run.of_tensor(tensors[run.key])) for run, slot in self._slots if run.key in tensors]
+        copy_pairs(pairs)
+        self._loaded = pairs if keep else []
+        return self.flat
+
+    def clear(self, tensors: Mapping[Any, Tensor]) -> None:
+        """Zero the places of tensors that are not there."""
+        for run, slot in self._slots:
+            if run.key not in tensors:
+                slot.zero_()
 
     def save(self) -> None:
-        """Write the slots back to where they were loaded from."""
-        torch._foreach_copy_([view for _, view in self._loaded], [slot for slot, _ in self._loaded])
-
-    def forget(self) -> None:
-        """Hold on to nobody's memory between steps."""
+        """Write back to where it was loaded from, and let go of that."""
+        copy_pairs([(view, slot) for slot, view in self._loaded])
         self._loaded = []
 
 
-class Store:
-    """Reads a bank's gradients and moves its parameters, as far as this rank stores them."""
+def copy_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy each second tensor into the first."""
+    if pairs:
+        torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
 
-    def __init__(self, runs: Sequence[Run], shape: Sequence[int], keys: Mapping[str, ArenaKey], arena: Arena) -> None:
-        self._mirrors = {role: Mirror(runs, arena.take(key, shape)) for role, key in keys.items()}
+
+class Chunk:
+    """A span with its buffers: gradients are read into it, parameters moved in it."""
+
+    def __init__(self, span: Span, keys: Mapping[str, ArenaKey], arena: Arena, messages: Tensor | None) -> None:
+        self.group = span.group
+        self.members = tuple(dict.fromkeys(run.key for run in span.runs))
+        runs = coalesce(span.runs)
+        self._mirrors = {
+            role: Mirror(runs, arena.take(key, span.numel)) for role, key in keys.items() if role != "directions"
+        }
+        self._messages, self._span = messages, span
+        self._flat = arena.take(keys["directions"], span.numel) if "directions" in keys else None
+        self._lengths = from_host(span.lengths, messages, torch.int64) if messages is not None else None
 
     def read(self, grads: Mapping[int, Tensor], params: Mapping[int, Tensor], group: Mapping[str, Any]) -> Tensor:
-        """The gradients as the mathematics sees them; the parameters stay in their stack for :meth:`write`."""
-        w = self._mirrors["params"].load(params)
-        return rules.prepare_gradient(self._mirrors["grads"].load(grads), w, group)
+        """The gradients as the mathematics sees them: flat, in the order of the span."""
+        coupled = "params" in self._mirrors and group["weight_decay_mode"] == "l2"
+        w = self._mirrors["params"].load({i: params[i] for i in self.members}) if coupled else None
+        flat = self._mirrors["grads"].load(grads)
+        if self._messages is not None and any(i not in grads for i in self.members):
+            self._mirrors["grads"].clear(grads)
+        return rules.prepare_gradient(flat, w, group)
 
-    def write(self, p: Tensor, momenta: Mapping[int, Tensor], group: Mapping[str, Any]) -> None:
-        """Apply directions to the parameters that were read: decay, momentum, learning rate."""
-        m = self._mirrors["momenta"].load(momenta) if momenta else None
-        rules.update_(self._mirrors["params"].stack, p, m, group)
-        self._mirrors["params"].save()
-        if momenta:
-            self._mirrors["momenta"].save()
-        for mirror in self._mirrors.values():
-            mirror.forget()
+    def post(self, flat: Tensor) -> None:
+        """Copy gradients into the messages that carry them away."""
+        copy_pairs([(self._message(there, size), flat[here : here + size]) for here, there, size in self._span.parts])
+
+    def directions(self) -> Tensor:
+        """The directions that messages brought: flat, in the order of the span."""
+        assert self._messages is not None and self._flat is not None and self._lengths is not None
+        parts = self._span.parts
+        if len(parts) == 1 and self._messages.dtype == self._flat.dtype:
+            return self._message(parts[0][1], parts[0][2])
+        copy_pairs([(self._flat[here : here + size], self._message(there, size)) for here, there, size in parts])
+        if self._span.scales:
+            self._flat.mul_(torch.repeat_interleave(self._scales(), self._lengths, output_size=self._span.numel))
+        return self._flat
+
+    def _scales(self) -> Tensor:
+        """Bytes are copied first: messages are not aligned for numbers of four bytes."""
+        assert self._messages is not None and self._flat is not None
+        raw = torch.empty(SCALE * len(self._span.lengths), dtype=torch.int8, device=self._messages.device)
+        copy_pairs([(raw[here : here + size], self._message(there, size)) for here, there, size in self._span.scales])
+        return raw.view(torch.float32).to(self._flat.dtype)
+
+    def _message(self, start: int, size: int) -> Tensor:
+        assert self._messages is not None
+        return self._messages[start : start + size]
+
+    def write(
+        self, p: Tensor, params: Mapping[int, Tensor], momenta: Mapping[int, Tensor], group: Mapping[str, Any]
+    ) -> None:
+        """Apply directions to the parameters there are: decay, momentum, learning rate."""
+        w, m = self._mirrors["params"], self._mirrors.get("momenta")
+        flat = w.load(params, keep=True)
+        rules.update_(flat, p, m.load(momenta, keep=True) if m else None, group)
+        w.save()
+        if m:
+            m.save()

@@ -1,0 +1,82 @@
+"""Copies between tensors and flat buffers, as few as can be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from .blocks import Shape
+
+
+@dataclass(frozen=True)
+class Run:
+    """Equal boxes of one tensor on a regular grid, which lie end to end in a flat buffer.
+
+    One run is one strided view of the tensor and one contiguous view of the buffer, so that a parameter cut into a
+    hundred blocks is still copied in one piece. ``key`` says which tensor: a parameter, or a bank's stack.
+    """
+
+    key: Any
+    offset: int
+    start: Shape
+    shape: Shape
+    counts: Shape = ()  # size of the grid, outermost first
+    steps: tuple[Shape, ...] = ()  # distance between neighbours along each axis of the grid
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.counts) * math.prod(self.shape)
+
+    def of_tensor(self, tensor: Tensor) -> Tensor:
+        if not self.counts and self.shape == tensor.shape:
+            return tensor
+        strides = tensor.stride()
+        offset = tensor.storage_offset() + _dot(self.start, strides)
+        outer = tuple(_dot(step, strides) for step in self.steps)
+        return tensor.as_strided(self.counts + self.shape, outer + strides, offset)
+
+    def of_flat(self, flat: Tensor) -> Tensor:
+        return flat[self.offset : self.offset + self.numel].view(self.counts + self.shape)
+
+
+def coalesce(runs: Iterable[Run]) -> list[Run]:
+    """Join neighbouring runs that continue a regular grid, one axis of the grid at a time."""
+    runs = list(runs)
+    while True:
+        joined = _join(runs)
+        if len(joined) == len(runs):
+            return joined
+        runs = joined
+
+
+def _join(runs: Sequence[Run]) -> list[Run]:
+    out: list[Run] = []
+    first: Run | None = None  # the run that the grid at the end of `out` started from
+    for run in runs:
+        if first is not None and _continues(out[-1], first, run):
+            head = out[-1]
+            count = head.counts[0] if head is not first else 1
+            step = tuple(b - a for a, b in zip(first.start, run.start, strict=True)) if count == 1 else head.steps[0]
+            out[-1] = replace(first, counts=(count + 1, *first.counts), steps=(step, *first.steps))
+        else:
+            first = run
+            out.append(run)
+    return out
+
+
+def _continues(head: Run, first: Run, run: Run) -> bool:
+    alike = (run.key, run.shape, run.counts, run.steps) == (first.key, first.shape, first.counts, first.steps)
+    if not alike or run.offset != head.offset + head.numel:
+        return False
+    if head is first:  # forwards in every dimension, for whatever the strides are: a view cannot go backwards
+        return all(a <= b for a, b in zip(first.start, run.start, strict=True))
+    count = head.counts[0]
+    return all(b - a == count * s for a, b, s in zip(first.start, run.start, head.steps[0], strict=True))
+
+
+def _dot(a: Sequence[int], b: Sequence[int]) -> int:
+    return sum(x * y for x, y in zip(a, b, strict=True))

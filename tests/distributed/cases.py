@@ -1,0 +1,374 @@
+"""A toy model of awkward shapes, the layouts it can be stored in, and the cases that every rank runs.
+
+Gradients are a function of the parameter's name and the step, so every rank can make the whole one and keep its part. Which
+part that is comes from torch, not from lather: a model whose values are the numbers of its elements is laid out the same
+way, and what a rank finds in its shard is what it stores.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from dataclasses import replace as replaced
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import lather
+
+Options = dict[str, Any]
+Stored = dict[str, tuple[Tensor, Tensor]]  # parameter -> numbers of the elements that a rank stores, and their values
+
+STEPS = 20
+BASE: Options = {"lr": 0.05, "eps": 1e-6, "max_preconditioner_dim": 8, "precondition_frequency": 4}
+
+
+class Toy(nn.Module):
+    """Never called: it is made of modules because torch's parallel styles and ``fully_shard`` want those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.zeros(()))
+        self.thin = nn.Parameter(torch.zeros(4, 1, 6))
+        self.up = nn.Linear(7, 13)
+        self.down = nn.Linear(13, 7)
+        self.twins = nn.ModuleList([nn.Linear(8, 12, bias=False) for _ in range(3)])
+        self.low = nn.Linear(3, 5, bias=False)
+        self.flat = nn.Linear(5, 3, bias=False)  # the last of four ranks stores nothing of it
+        self.conv = nn.Conv2d(3, 6, 3, bias=False)
+        self.table = nn.Embedding(50, 6)  # cut into many blocks
+
+
+class Tiny(nn.Module):
+    """One block for however many ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Parameter(torch.zeros(3, 2))
+
+
+MODELS: dict[str, type[nn.Module]] = {"toy": Toy, "tiny": Tiny}
+
+
+def noise(name: str, step: int, shape: Sequence[int]) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name}.{step}".encode()))
+    return torch.randn(tuple(shape), generator=generator)
+
+
+def shapes_of(model: str) -> dict[str, torch.Size]:
+    return {name: p.shape for name, p in MODELS[model]().named_parameters()}
+
+
+# Layouts.
+
+
+@functools.cache
+def mesh_of(*sizes: int) -> DeviceMesh:
+    names = ("data", "model")[-len(sizes) :] if len(sizes) > 1 else ("data",)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def replace(model: nn.Module, name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    *path, leaf = name.split(".")
+    module = functools.reduce(getattr, path, model)
+    whole = getattr(module, leaf).detach()
+    shard = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    module.register_parameter(leaf, nn.Parameter(shard))
+
+
+def shard_or_replicate(shape: Sequence[int], dim: int) -> Placement:
+    return Shard(dim) if dim < len(shape) else Replicate()
+
+
+def by_hand(model: nn.Module, dim: int) -> None:
+    """Every parameter along one dimension, as tensor parallelism would."""
+    for name, p in list(model.named_parameters()):
+        replace(model, name, mesh_of(dist.get_world_size()), [shard_or_replicate(p.shape, dim)])
+
+
+def fsdp(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Scalars are left plain, because ``fully_shard`` does not take them."""
+    scalars = {p for p in model.parameters() if p.dim() == 0}
+    if isinstance(model, Toy):
+        fully_shard(model.up, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params=scalars)
+
+
+def fsdp_tp(model: nn.Module, *, rest: bool) -> None:
+    """Torch's own two-dimensional route. What has no parallel style is replicated on the model axis, or is not there."""
+    mesh = mesh_of(2, 2)
+    styles = {"up": ColwiseParallel(), "down": RowwiseParallel(), "table": RowwiseParallel(), "flat": ColwiseParallel()}
+    styles |= {"twins.0": ColwiseParallel(), "twins.1": RowwiseParallel()}
+    parallelize_module(model, mesh["model"], styles)
+    for name, p in list(model.named_parameters()):
+        if rest and not isinstance(p, DTensor):
+            replace(model, name, mesh["model"], [Replicate()])
+    fsdp(model, mesh["data"])
+
+
+def mixed(model: nn.Module) -> None:
+    """Plain parameters beside sharded ones, and on four ranks also beside those of a mesh of another shape."""
+    world = dist.get_world_size()
+    line = mesh_of(world)
+    for i, (name, p) in enumerate(list(model.named_parameters())):
+        first, second = shard_or_replicate(p.shape, 0), shard_or_replicate(p.shape, 1)
+        if i % 4 == 1:
+            replace(model, name, line, [first])
+        elif i % 4 == 2:
+            replace(model, name, line, [second])
+        elif i % 4 == 3 and world == 4:
+            replace(model, name, mesh_of(2, 2), [first, second] if i % 8 == 3 else [Replicate(), first])
+
+
+@dataclass(frozen=True)
+class Layout:
+    world: int
+    lay: Callable[[nn.Module], Any]
+
+
+LAYOUTS: dict[str, Layout] = {
+    "one": Layout(1, lambda model: None),  # without a process group
+    "ddp2": Layout(2, lambda model: None),
+    "ddp3": Layout(3, lambda model: None),
+    "ddp4": Layout(4, lambda model: None),
+    "fsdp2": Layout(2, lambda model: fsdp(model, mesh_of(2))),
+    "fsdp3": Layout(3, lambda model: fsdp(model, mesh_of(3))),
+    "fsdp4": Layout(4, lambda model: fsdp(model, mesh_of(4))),
+    "hsdp22": Layout(4, lambda model: fsdp(model, mesh_of(2, 2))),
+    "tp0x2": Layout(2, lambda model: by_hand(model, 0)),
+    "tp1x2": Layout(2, lambda model: by_hand(model, 1)),
+    "fsdp_tp22": Layout(4, lambda model: fsdp_tp(model, rest=True)),
+    "fsdp_sub22": Layout(4, lambda model: fsdp_tp(model, rest=False)),
+    "mixed2": Layout(2, mixed),
+    "mixed4": Layout(4, mixed),
+}
+
+
+def lay_out(layout: str, model: str, value: Callable[[str, torch.Size], Tensor]) -> nn.Module:
+    """The model with these values, stored as the layout says."""
+    module = MODELS[model]()
+    for name, p in module.named_parameters():
+        p.data = value(name, p.shape)
+    LAYOUTS[layout].lay(module)
+    return module
+
+
+def local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@functools.cache
+def places(layout: str, model: str) -> dict[str, Tensor]:
+    """The numbers of the elements that this rank stores of every parameter."""
+    numbered = lay_out(layout, model, lambda _, shape: torch.arange(shape.numel(), dtype=torch.float64).view(shape))
+    return {name: local(p).long() for name, p in numbered.named_parameters()}
+
+
+# Cases.
+
+
+@dataclass(frozen=True)
+class Case:
+    """Options and circumstances of a run."""
+
+    options: Options = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    gaps: bool = False  # some gradients are missing on some steps, and all of them on one
+    spoilt: bool = False  # a few NaN
+    groups: bool = False  # two param groups with different options
+    optimizer: str = "shampoo"
+    model: str = "toy"
+
+
+class Run:
+    """A model and its optimizer on one rank."""
+
+    def __init__(self, layout: str, case: Case) -> None:
+        self.case = case
+        self.model = lay_out(layout, case.model, lambda name, shape: noise(name, 0, shape).to(case.dtype))
+        self.places = places(layout, case.model)
+        self.shapes = shapes_of(case.model)
+        self.opt: Any = self._optimizer()
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        named = list(self.model.named_parameters())
+        if self.case.optimizer == "adamw":  # elementwise, so it agrees in every layout and checks this file
+            return torch.optim.AdamW(named, lr=0.05, foreach=False)
+        params: list[Any] = named
+        if self.case.groups:
+            params = [{"params": named[::2], "weight_decay": 0.2}, {"params": named[1::2], "graft": "sgd", "eps": 1e-3}]
+        return lather.Shampoo(params, **BASE | self.case.options)
+
+    def advance(self, first: int, last: int) -> Run:
+        """Take the steps from ``first`` to ``last``, at a learning rate that rises and falls."""
+        for step in range(first, last + 1):
+            for group in self.opt.param_groups:
+                group["lr"] = 0.05 / (1 + 0.3 * abs(step - 6))
+            self.set_grads(step)
+            self.opt.step()
+        return self
+
+    def set_grads(self, step: int) -> None:
+        for number, (name, p) in enumerate(self.model.named_parameters()):
+            p.grad = self._grad(name, number, p, step)
+
+    def _grad(self, name: str, number: int, p: Tensor, step: int) -> Tensor | None:
+        if self.case.gaps and (step == 7 or (number + step) % 4 == 0):
+            return None
+        whole = noise(name, step, self.shapes[name])
+        if self.case.spoilt and step in (6, 7, 9) and number % 2:
+            whole.view(-1)[whole.numel() // 3] = torch.nan
+        part = whole.view(-1)[self.places[name]].to(p.dtype)
+        if not isinstance(p, DTensor):
+            return part
+        stride = torch.empty(p.shape, device="meta").stride()
+        return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=stride)
+
+    def stored(self) -> Stored:
+        return {name: (self.places[name], local(p).clone()) for name, p in self.model.named_parameters()}
+
+    def state_keys(self) -> set[str]:
+        names = [name for name, _ in self.model.named_parameters()]
+        states = [self.opt.state[p] for p in self.model.parameters()]
+        return {f"{name}/{key}" for name, state in zip(names, states, strict=True) for key in state}
+
+
+def train(layout: str, case: Case, steps: int = STEPS) -> Stored:
+    with expected_warnings(case):
+        return Run(layout, case).advance(1, steps).stored()
+
+
+@contextmanager
+def expected_warnings(case: Case) -> Iterator[None]:
+    """Skipped gradients are reported, on the ranks that own them."""
+    with warnings.catch_warnings():
+        if case.spoilt:
+            warnings.simplefilter("ignore", lather.NumericalWarning)
+        yield
+
+
+def assemble(ranks: Sequence[Stored], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+    """The whole parameters from what the ranks store; replicas must agree and nothing may be missing."""
+    together = {}
+    for name, shape in shapes.items():
+        dtype = ranks[0][name][1].dtype
+        values, seen = torch.zeros(shape.numel(), dtype=dtype), torch.zeros(shape.numel(), dtype=torch.bool)
+        for rank, (numbers, part) in enumerate(stored[name] for stored in ranks):
+            again = seen[numbers]
+            assert torch.equal(values[numbers][again], part[again]), f"rank {rank} disagrees on {name}"
+            values[numbers], seen[numbers] = part, True
+        assert seen.all(), f"{name} is not stored completely"
+        together[name] = values.view(shape)
+    return together
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Bit for bit."""
+    assert ours.keys() == theirs.keys()
+    wrong = dict(_differences(ours, theirs))
+    assert not wrong, f"different (largest, number of elements, first): {wrong}"
+
+
+def _differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Iterator[tuple[str, Any]]:
+    for name, x in ours.items():
+        y = theirs[name]
+        if not torch.equal(x, y):
+            off = x != y
+            yield name, ((x - y).abs().max().item(), int(off.sum()), off.nonzero()[0].tolist())
+
+
+DISTRIBUTION = ("num_trainers_per_group", "stages", "check_ranks")  # these must not change what is computed
+_references: dict[str, dict[str, Tensor]] = {}
+
+
+def alone(case: Case) -> dict[str, Tensor]:
+    """What one process without a process group gets: the reference."""
+    case = replaced(case, options={k: v for k, v in case.options.items() if k not in DISTRIBUTION})
+    if repr(case) not in _references:
+        _references[repr(case)] = assemble([train("one", case)], shapes_of(case.model))
+    return _references[repr(case)]
+
+
+# What else is run on every rank.
+
+
+def changed(case: Case, **options: Any) -> Case:
+    return replaced(case, options=case.options | options)
+
+
+def keys_after_a_step(layout: str, case: Case) -> set[str]:
+    return Run(layout, case).advance(1, 1).state_keys()
+
+
+def train_in_pairs(pair: Sequence[Case]) -> Stored:
+    """Ranks 0 and 1 train one case, 2 and 3 the other."""
+    mine, _ = dist.new_subgroups(2)
+    case = pair[dist.get_rank() // 2]
+    return train("ddp4", changed(case, process_group=mine))
+
+
+def train_for_real(wrapper: str, options: Options) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses on this rank's share of the data, and the whole parameters at the end."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 17), nn.Tanh(), nn.Linear(17, 3))
+    if wrapper == "fsdp":
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+    opt = lather.Shampoo(model.named_parameters(), **options)
+    x = torch.randn(60, 6)
+    x, y = (half[dist.get_rank() :: dist.get_world_size()] for half in (x, x[:, :3] * x[:, 3:]))
+    losses = []
+    for _ in range(25):
+        loss = (model(x) - y).square().mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return losses, {name: whole(p).clone() for name, p in model.named_parameters()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+# Ranks that disagree.
+
+
+def step_with(layout: str, options: Sequence[Options]) -> None:
+    """Each rank has options of its own."""
+    run = Run(layout, Case(options[dist.get_rank()]))
+    run.set_grads(1)
+    run.opt.step()
+
+
+def step_without_a_gradient(layout: str, name: str) -> None:
+    """After a step that was in order, one rank lacks a gradient."""
+    run = Run(layout, Case({"check_ranks": True})).advance(1, 1)
+    run.set_grads(2)
+    if dist.get_rank() == 1:
+        run.model.get_parameter(name).grad = None
+    run.opt.step()
+
+
+def step_of_another_shape() -> None:
+    """Plain parameters that differ in shape between the ranks."""
+    model = nn.Linear(4, 5 + dist.get_rank())
+    opt = lather.Shampoo(model.named_parameters(), **BASE)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()

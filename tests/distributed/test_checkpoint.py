@@ -1,0 +1,169 @@
+"""A checkpoint of any layout resumes in any other as if nothing had happened, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from . import cases, saving
+from .cases import LAYOUTS, Case
+from .harness import Pools
+from .saving import Way
+
+pytestmark = [
+    pytest.mark.xdist_group("checkpoints"),
+    pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::FutureWarning:torch"),
+]
+
+CASE = Case(
+    {
+        "momentum": 0.9,
+        "nesterov": True,
+        "weight_decay": 0.1,
+        "weight_decay_mode": "corrected",
+        "refresh": "staggered",
+    },
+    gaps=True,
+    groups=True,
+)
+ORDINARY, FLAT, OFFLOADED, BACKGROUND = Way(), Way(flat=True), Way(offload=True), Way(background=True)
+ALL = ("one", "ddp2", "ddp3", "fsdp2", "fsdp3", "fsdp4", "hsdp22", "tp0x2", "tp1x2", "fsdp_tp22", "mixed2")
+PAIRS = [(source, target) for source in ALL for target in ALL]
+PAIRS += [("mixed4", "fsdp3"), ("ddp2", "mixed4"), ("fsdp_sub22", "fsdp2"), ("hsdp22", "fsdp_sub22")]
+FEW = [("ddp2", "fsdp4"), ("fsdp3", "one"), ("one", "ddp3"), ("hsdp22", "tp1x2"), ("fsdp_tp22", "mixed2")]
+
+
+def run(pools: Pools, function: Callable[..., Any], layout: str, *args: Any) -> list[Any]:
+    """On the ranks of the layout, or here."""
+    if layout == "one":
+        return [function(layout, *args)]
+    return pools[LAYOUTS[layout].world].run(function, layout, *args)
+
+
+def parameters(stored: list[Any], case: Case = CASE) -> dict[str, Tensor]:
+    return cases.assemble(stored, cases.shapes_of(case.model))
+
+
+class Checkpoints:
+    """Each is written once and loaded many times."""
+
+    def __init__(self, folder: Path, pools: Pools) -> None:
+        self.folder, self.pools = folder, pools
+        self._made: dict[str, Path] = {}
+
+    def __call__(self, function: Callable[..., Any], layout: str, case: Case, *args: Any) -> Path:
+        key = repr((function.__name__, layout, case, args))
+        if key not in self._made:
+            path = self.folder / f"{len(self._made)}-{layout}"
+            stored = run(self.pools, function, layout, case, path, *args)
+            cases.assert_same(parameters(stored), cases.alone(case))
+            self._made[key] = path
+        return self._made[key]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory, pools: Pools) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"), pools)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids="->".join)
+def test_resharding(source: str, target: str, checkpoints: Checkpoints, pools: Pools) -> None:
+    path = checkpoints(saving.save, source, CASE, ORDINARY)
+    cases.assert_same(parameters(run(pools, saving.resume, target, CASE, path, ORDINARY)), cases.alone(CASE))
+
+
+@pytest.mark.parametrize("way", [FLAT, OFFLOADED, BACKGROUND], ids=["flat", "offloaded", "in the background"])
+@pytest.mark.parametrize(("source", "target"), FEW, ids="->".join)
+def test_other_ways(source: str, target: str, way: Way, checkpoints: Checkpoints, pools: Pools) -> None:
+    path = checkpoints(saving.save, source, CASE, way)
+    cases.assert_same(parameters(run(pools, saving.resume, target, CASE, path, way)), cases.alone(CASE))
+
+
+@pytest.mark.parametrize(
+    ("source", "before", "target", "after"),
+    [("ddp4", 2, "ddp4", 1), ("ddp4", 1, "ddp3", 3), ("ddp2", 2, "hsdp22", 2), ("hsdp22", 2, "ddp4", 2)],
+)
+def test_another_number_of_trainers(
+    source: str, before: int, target: str, after: int, checkpoints: Checkpoints, pools: Pools
+) -> None:
+    saved, loaded = (cases.changed(CASE, num_trainers_per_group=n) for n in (before, after))
+    path = checkpoints(saving.save, source, saved, ORDINARY)
+    cases.assert_same(parameters(run(pools, saving.resume, target, loaded, path, ORDINARY)), cases.alone(CASE))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case({"root": "qr", "momentum": 0.5, "stages": 2}, dtype=torch.bfloat16),
+        Case({"root": "newton", "communication_dtype": "int8", "state_dtype": "bfloat16", "momentum": 0.9}),
+        Case({"large_dim": "diagonal", "graft": None, "precondition_1d": True, "eps": 1e-2}),
+    ],
+    ids=["qr", "int8", "diagonal"],
+)
+@pytest.mark.parametrize(("source", "target"), FEW[:3], ids="->".join)
+def test_other_options(source: str, target: str, case: Case, checkpoints: Checkpoints, pools: Pools) -> None:
+    path = checkpoints(saving.save, source, case, ORDINARY)
+    cases.assert_same(parameters(run(pools, saving.resume, target, case, path, ORDINARY)), cases.alone(case))
+
+
+def test_local_blocks_resume_where_they_were(tmp_path: Path, pools: Pools) -> None:
+    case = cases.changed(CASE, blocks="local")
+    stored = run(pools, saving.save, "fsdp3", case, tmp_path / "local", ORDINARY)
+    again = run(pools, saving.resume, "fsdp3", case, tmp_path / "local", ORDINARY)
+    cases.assert_same(parameters(again), parameters(stored))
+
+
+# One file.
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [*FEW, ("fsdp4", "ddp2"), ("mixed2", "hsdp22"), ("tp0x2", "fsdp_tp22")], ids="->".join
+)
+def test_consolidated(source: str, target: str, checkpoints: Checkpoints, pools: Pools) -> None:
+    path = checkpoints(saving.consolidate, source, CASE)
+    cases.assert_same(parameters(run(pools, saving.resume_file, target, CASE, path)), cases.alone(CASE))
+
+
+def test_consolidated_on_another_rank(checkpoints: Checkpoints) -> None:
+    path = checkpoints(saving.consolidate, "ddp2", CASE, 1)
+    cases.assert_same(parameters([saving.resume_file("one", CASE, path)]), cases.alone(CASE))
+
+
+def test_consolidated_equals_the_state_of_one_process(checkpoints: Checkpoints) -> None:
+    """Key for key and bit for bit, options included."""
+    one = torch.load(checkpoints(saving.consolidate, "one", CASE), weights_only=True)
+    for source in ("ddp3", "fsdp2", "hsdp22"):
+        other = torch.load(checkpoints(saving.consolidate, source, CASE), weights_only=True)
+        torch.testing.assert_close(other, one, rtol=0, atol=0)
+
+
+# Refused.
+
+
+def test_what_one_rank_has_is_not_enough(tmp_path: Path, pools: Pools) -> None:
+    pools[2].run(saving.write_own, "ddp2", CASE, tmp_path)
+    for rank in range(2):
+        with pytest.raises(ValueError, match=r"(?s)lacks.*rank"):
+            saving.try_loading("one", CASE, tmp_path / f"{rank}.pt")
+    outcomes = pools[2].attempt(saving.try_loading, "ddp2", CASE, tmp_path / "0.pt")
+    assert outcomes[1].error == "ValueError", outcomes
+    assert "lacks" in outcomes[1].message
+
+
+@pytest.mark.parametrize("target", ["one", "ddp2", "fsdp3"])
+def test_another_blocking_is_refused(target: str, checkpoints: Checkpoints, pools: Pools) -> None:
+    path = checkpoints(saving.consolidate, "ddp2", CASE)
+    case = replace(CASE, options=CASE.options | {"max_preconditioner_dim": 5})
+    if target == "one":
+        with pytest.raises(ValueError, match="max_preconditioner_dim"):
+            saving.try_loading(target, case, path)
+        return
+    for outcome in pools[LAYOUTS[target].world].attempt(saving.try_loading, target, case, path):
+        assert outcome.error == "ValueError", outcome
+        assert "max_preconditioner_dim" in outcome.message

@@ -1,0 +1,170 @@
+"""N processes compute what one does, bit for bit: every layout, every option."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from . import cases
+from .cases import BASE, LAYOUTS, Case, Options
+from .harness import Pools
+
+MOMENTUM: Options = {"momentum": 0.9, "nesterov": True, "dampening": 0.1}
+EVERYTHING = Case(
+    MOMENTUM | {"weight_decay": 0.1, "weight_decay_mode": "corrected", "refresh": "staggered"}, gaps=True, groups=True
+)
+CASES: dict[str, Case] = {
+    "base": Case(),
+    "everything": EVERYTHING,
+    "decoupled": Case({"weight_decay": 0.1}),
+    "corrected": Case({"weight_decay": 0.1, "weight_decay_mode": "corrected"}),
+    "independent": Case({"weight_decay": 0.1, "weight_decay_mode": "independent"}),
+    "l2": Case({"weight_decay": 0.1, "weight_decay_mode": "l2"}),
+    "momentum": Case({"momentum": 0.9, "weight_decay": 0.1}),
+    "nesterov": Case(MOMENTUM | {"weight_decay": 0.1, "weight_decay_mode": "l2"}),
+    "gaps": Case(gaps=True),
+    "nan": Case(MOMENTUM | {"weight_decay": 0.1}, spoilt=True),
+    "staggered": Case({"refresh": "staggered"}),
+    "sgd": Case({"graft": "sgd", "betas": (0.0, 0.95)}),
+    "no graft": Case({"graft": None, "start_preconditioning_step": 1, "eps": 1e-2}),
+    "sums": Case({"graft": "adagrad", "betas": (0.9, 1.0), "beta3": 0.5}),
+    "diagonal": Case({"large_dim": "diagonal", "precondition_1d": True}),
+    "newton": Case({"root": "newton"}),
+    "qr": Case({"root": "qr"}),
+    "float64 state": Case({"state_dtype": "float64"} | MOMENTUM),
+    "bfloat16 state": Case({"state_dtype": "bfloat16"} | MOMENTUM),
+    "bfloat16": Case(MOMENTUM | {"weight_decay": 0.1}, dtype=torch.bfloat16),
+    "groups": Case(groups=True),
+    "two stages": Case({"stages": 2}),
+    "three stages": Case({"stages": 3, "refresh": "staggered"} | MOMENTUM, gaps=True),
+    "float32 wire": Case({"communication_dtype": "float32"}),
+    "bfloat16 wire": Case({"communication_dtype": "bfloat16"} | MOMENTUM),
+    "float16 wire": Case({"communication_dtype": "float16"}, gaps=True),
+    "int8 wire": Case({"communication_dtype": "int8", "weight_decay": 0.1, "weight_decay_mode": "l2"}, spoilt=True),
+    "bfloat16, int8 wire": Case({"communication_dtype": "int8", "stages": 2}, dtype=torch.bfloat16),
+    "checked": Case({"check_ranks": True}, gaps=True),
+    "tiny": Case({"momentum": 0.9}, model="tiny"),
+    "tiny, int8 wire": Case({"communication_dtype": "int8", "stages": 3}, model="tiny"),
+}
+TRAINERS: list[tuple[str, int, Case]] = [
+    ("ddp2", 1, Case()),
+    ("ddp4", 1, EVERYTHING),
+    ("ddp4", 2, Case()),
+    ("ddp4", 2, EVERYTHING),
+    ("ddp4", 2, Case({"stages": 2}, model="tiny")),
+    ("hsdp22", 2, Case()),
+    ("hsdp22", 2, EVERYTHING),
+]
+EVERY_OPTION = ("ddp2", "fsdp3", "hsdp22")  # one each of replicated, sharded and both
+EVERY_LAYOUT = ("base", "everything", "nan", "bfloat16, int8 wire", "tiny", "three stages")
+MANY = [layout for layout in LAYOUTS if layout != "one"]
+PAIRS = [
+    (layout, name)
+    for layout in MANY
+    for name in CASES
+    if (layout in EVERY_OPTION or name in EVERY_LAYOUT) and not (name.startswith("tiny") and layout.startswith("fsdp_"))
+]
+
+
+def group(layout: str) -> Any:
+    """Tests of one world size share a worker, so that its processes are started once."""
+    return pytest.mark.xdist_group(f"world {LAYOUTS[layout].world}")
+
+
+def run(pools: Pools, layout: str, case: Case) -> dict[str, torch.Tensor]:
+    stored = pools[LAYOUTS[layout].world].run(cases.train, layout, case)
+    return cases.assemble(stored, cases.shapes_of(case.model))
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), [pytest.param(*pair, marks=group(pair[0]), id=", ".join(pair)) for pair in PAIRS]
+)
+def test_equals_one_process(layout: str, name: str, pools: Pools) -> None:
+    cases.assert_same(run(pools, layout, CASES[name]), cases.alone(CASES[name]))
+
+
+@pytest.mark.parametrize(
+    ("layout", "trainers", "case"),
+    [pytest.param(*row, marks=group(row[0]), id=f"{row[0]}, {row[1]}") for row in TRAINERS],
+)
+def test_smaller_groups_of_trainers(layout: str, trainers: int, case: Case, pools: Pools) -> None:
+    grouped = cases.changed(case, num_trainers_per_group=trainers)
+    cases.assert_same(run(pools, layout, grouped), cases.alone(case))
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float16", "int8"])
+def test_the_wire_rounds_in_one_process_too(wire: str) -> None:
+    """Or the equalities above would compare nothing."""
+    plain, rounded = cases.alone(Case()), cases.alone(Case({"communication_dtype": wire}))
+    assert any(not torch.equal(plain[name], rounded[name]) for name in plain)
+    for name, x in plain.items():
+        torch.testing.assert_close(rounded[name], x, rtol=0.2, atol=0.2)
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=group(name)) for name in MANY])
+def test_local_blocks(layout: str, pools: Pools) -> None:
+    """Blocks of what a rank stores are other blocks, so only replicas can be compared; whole parameters are all the same."""
+    ours = run(pools, layout, cases.changed(EVERYTHING, blocks="local"))
+    assert all(x.isfinite().all() for x in ours.values())
+    if layout.startswith("ddp"):
+        cases.assert_same(ours, cases.alone(EVERYTHING))
+
+
+# Who has what.
+
+
+@pytest.mark.parametrize(
+    ("layout", "trainers", "copies"),
+    [
+        pytest.param(layout, trainers, copies, marks=group(layout), id=f"{layout}, {trainers}")
+        for layout, trainers, copies in [
+            ("ddp2", None, 1),
+            ("ddp3", None, 1),
+            ("ddp4", 2, 2),
+            ("ddp4", 1, 4),
+            ("fsdp4", None, 1),
+            ("hsdp22", 2, 2),
+            ("fsdp_tp22", None, 1),
+            ("mixed4", None, 1),
+        ]
+    ],
+)
+def test_each_block_is_owned_once_per_group(layout: str, trainers: int | None, copies: int, pools: Pools) -> None:
+    options: Options = {} if trainers is None else {"num_trainers_per_group": trainers}
+    ranks = pools[LAYOUTS[layout].world].run(cases.keys_after_a_step, layout, Case(options | {"momentum": 0.9}))
+    count = Counter(key for keys in ranks for key in keys)
+    expected = cases.keys_after_a_step("one", Case({"momentum": 0.9}))
+    assert count.keys() == expected
+    everywhere = {key for key in expected if key.endswith(("/step", "/momentum"))}
+    assert {count[key] for key in everywhere} == {LAYOUTS[layout].world}
+    assert {count[key] for key in expected - everywhere} == {copies}
+
+
+@pytest.mark.xdist_group("world 4")
+def test_a_process_group_of_ones_own(pools: Pools) -> None:
+    """Two pairs of ranks that train different models side by side."""
+    stored = pools[4].run(cases.train_in_pairs, [Case(), EVERYTHING])
+    for pair, case in ((stored[:2], Case()), (stored[2:], EVERYTHING)):
+        cases.assert_same(cases.assemble(pair, cases.shapes_of("toy")), cases.alone(case))
+
+
+# Real modules, real gradients.
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "world"),
+    [
+        pytest.param(*row, marks=pytest.mark.xdist_group(f"world {row[1]}"), id=row[0])
+        for row in [("fsdp", 3), ("ddp", 2)]
+    ],
+)
+def test_training(wrapper: str, world: int, pools: Pools) -> None:
+    ranks = pools[world].run(cases.train_for_real, wrapper, BASE | {"weight_decay": 0.01, "lr": 0.02})
+    losses, weights = [losses for losses, _ in ranks], [weights for _, weights in ranks]
+    mean = [sum(row) / world for row in zip(*losses, strict=True)]
+    assert mean[-1] < 0.5 * mean[0]
+    for other in weights[1:]:
+        cases.assert_same(other, weights[0])
