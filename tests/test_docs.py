@@ -10,7 +10,7 @@ import pytest
 
 import lather
 from lather import cli, demo
-from lather.options import OPTIONS, markdown
+from lather.options import ARGUMENTS, OPTIONS, markdown
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [
@@ -40,7 +40,7 @@ def test_signature_and_table_agree():
     flags = {"self", "params", "foreach", "fused", "capturable", "differentiable", "amsgrad"}
     assert {name: p.default for name, p in signature.items() if name not in flags} == {
         name: option.default for name, option in OPTIONS.items()
-    }
+    } | {name: default for name, (default, _) in ARGUMENTS.items()}
 
 
 def test_readme_options_exist():

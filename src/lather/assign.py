@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from .blocks import Block
 from .roots import RootSolver
@@ -40,7 +40,7 @@ def load(block: Block, refresh: float, frequency: int) -> int:
 def greedy(
     costs: Sequence[float],
     bins: int,
-    prefer: Callable[[int], Collection[int]] = lambda item: (),
+    prefer: Callable[[int], Iterable[int]] = lambda item: (),
     only: Callable[[int], Collection[int]] = lambda item: (),
 ) -> list[int]:
     """Longest processing time first: the bin of every item, the next largest always to the least loaded bin.

@@ -137,6 +137,6 @@ def _axis(placement: Any, size: int, name: str) -> Axis:
         return Axis(size)
     if placement.is_partial() or not hasattr(placement, "dim"):
         raise NotImplementedError(
-            f"parameter {name} is placed as {placement}, so no rank stores its values; redistribute it to Shard or Replicate"
+            f"parameter {name} is placed as {placement!r}, so no rank stores its values; redistribute it to Shard or Replicate"
         )
     return Axis(size, placement.dim)

@@ -316,8 +316,8 @@ class Shampoo(torch.optim.Optimizer):
             world, known = self._world(), [self._process_group]
             numbers = {id(p): i for i, p in enumerate(self._params)}
             members: dict[tuple[int, ...], set[int]] = {}
-            for *_, p in self._everything():
-                ranks = tuple(sorted(layout_of(p, world)[0]))
+            for g, i, p in self._everything():
+                ranks = tuple(sorted(layout_of(p, world, _name(self.param_groups[g], g, i))[0]))
                 members.setdefault(ranks, set()).add(numbers.get(id(p), -1))
                 known += groups_of(p)
             self._meshes = [

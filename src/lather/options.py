@@ -160,6 +160,14 @@ OPTIONS: dict[str, Option] = {
     "state_dtype": Option("float32", _dtype, "dtype of the state; arithmetic is in float32 or better", structural=True),
 }  # fmt: skip
 
+# How the work is done, not what is computed: arguments of the constructor that are not kept in param groups and checkpoints.
+ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "process_group": (None, "the ranks that share the work on plain tensors; default: all. A DTensor has the ranks of its mesh"),
+    "num_trainers_per_group": (None, "ranks that share the work; every other so many repeat it and exchange nothing with them; default: all ranks that store a parameter"),
+    "stages": (1, "parts of a step: while one's directions are on the wire the next is computed"),
+    "check_ranks": (False, "for debugging: before every step ranks compare their options, and which parameters have a gradient, and fail together where they differ"),
+}  # fmt: skip
+
 STRUCTURAL = tuple(name for name, option in OPTIONS.items() if option.structural)
 
 
@@ -272,5 +280,13 @@ def markdown() -> str:
             "| option | default | meaning |",
             "|---|---|---|",
             *rows,
+            "",
+            "## Arguments of the constructor only",
+            "",
+            "How the work is done, not what is computed. A checkpoint does not hold them.",
+            "",
+            "| argument | default | meaning |",
+            "|---|---|---|",
+            *(f"| `{name}` | `{default!r}` | {text} |" for name, (default, text) in ARGUMENTS.items()),
         ]
     )

@@ -8,7 +8,7 @@ process is the team of one place. Everything below speaks of places only, so it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -21,7 +21,7 @@ from .roots import resolve
 
 GEOMETRY = ("max_preconditioner_dim", "merge_dims", "large_dim", "batch_dims", "precondition_1d")
 ALONE = Layout.everywhere(1)
-TRIES = 64  # holders of a block that are asked whether they are least loaded; with more, each holds next to nothing
+TRIES = 32  # holders of a block that are asked whether they are least loaded; with more, each holds next to nothing
 
 
 @dataclass(frozen=True)
@@ -230,9 +230,9 @@ def _owners(
             known[alike] = assign.load(block, refresh, options["precondition_frequency"])
         return known[alike]
 
-    def storing(block: Block) -> Sequence[int]:
+    def storing(block: Block) -> Iterable[int]:
         spec = specs[block.param]
-        return () if spec.layout.replicated else tuple(islice(spec.layout.holders(spec.shape, block.region), TRIES))
+        return () if spec.layout.replicated else islice(spec.layout.holders(spec.shape, block.region), TRIES)
 
     owners = [0] * len(cuts)
     for team, ranks in enumerate(teams):

@@ -110,8 +110,10 @@ def fsdp_tp(model: nn.Module, *, rest: bool) -> None:
     styles = {"up": ColwiseParallel(), "down": RowwiseParallel(), "table": RowwiseParallel(), "flat": ColwiseParallel()}
     styles |= {"twins.0": ColwiseParallel(), "twins.1": RowwiseParallel()}
     parallelize_module(model, mesh["model"], styles)
-    for name, p in list(model.named_parameters()):
-        if rest and not isinstance(p, DTensor):
+    for name, p in list(model.named_parameters()) if rest else []:
+        if p.dim() == 0:
+            replace(model, name, mesh, [Replicate(), Replicate()])
+        elif not isinstance(p, DTensor):
             replace(model, name, mesh["model"], [Replicate()])
     fsdp(model, mesh["data"])
 
