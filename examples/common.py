@@ -39,6 +39,7 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--stop-after", type=int, metavar="K", help="save and leave after step K, as if interrupted")
     parser.add_argument("--save-final", type=Path, metavar="FILE", help="write the full parameters at the end")
+    parser.add_argument("--double", action="store_true", help="compute in float64, to compare runs closely")
     parser.add_argument("--print-pids", action="store_true")
     return parser
 
@@ -52,6 +53,7 @@ def start(args: argparse.Namespace) -> torch.device:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if args.print_pids:
         print(f"rank {dist.get_rank()} pid {os.getpid()}", flush=True)
+    torch.set_default_dtype(torch.float64 if args.double else torch.float32)
     torch.manual_seed(0)  # the same initial weights on every rank
     return device
 

@@ -73,6 +73,10 @@ class Mail:
         return sum(self.splits)
 
 
+def itemsize(wire: str) -> int:
+    return cast(torch.dtype, getattr(torch, wire)).itemsize
+
+
 def message_numel(numel: int, pieces: int, wire: str) -> int:
     """Elements of a message: those of its pieces, then their scales."""
     return numel + (SCALE * pieces if wire == SCALED else 0)

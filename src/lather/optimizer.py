@@ -419,7 +419,7 @@ class Shampoo(torch.optim.Optimizer):
         known = [self._process_group, *(group for p in params for group in groups_of(p))]
         comms = [Comm(ranks, known) for ranks in plan.teams]
         self._comms = {team: comm for team, comm in enumerate(comms) if len(comm.ranks) > 1}
-        self._units = make_units(plan, places, banks, [local(p) for p in params], self.param_groups, comms)
+        self._units = make_units(plan, places, banks, comms, params)
         self._watch.keep(banks)
         self._alarms.clear()
         self._agreed = False

@@ -11,10 +11,13 @@ from typing import Any
 import torch
 
 from . import assign, options
-from .bank import initial_state, make_stack
 from .blocks import Block
-from .plan import BankKey, Plan, Spec, make_plan, refresh_cost
+from .checkpoint import state_shapes
+from .layout import team_of
+from .plan import Plan, Spec, make_plan, refresh_cost
 from .roots import resolve, spell
+from .scale import RankReport, block_bytes, layout_named, rank_report, scratch_bytes
+from .units import make_drafts
 
 KINDS = {"L": "factors", "X": "roots", "Q": "basis", "m": "filtered gradient", "v": "graft moment"}
 
@@ -51,15 +54,16 @@ class PlanReport:
     (20480, 20480)
     """
 
-    def __init__(self, plan: Plan, places: Sequence[int]) -> None:
+    def __init__(self, plan: Plan, places: Sequence[int] | None = None) -> None:
+        """``places``: those of the rank that asks; without, the most loaded one of every team."""
         blocks: list[list[Block]] = [[] for _ in plan.specs]
         for block in plan.blocks:
             blocks[block.param].append(block)
         self.params = [_param_row(plan, *item) for item in zip(plan.specs, blocks, strict=True)]
-        sizes = bank_bytes(plan)
-        self.banks = [_bank_row(plan, key, numbers, sizes[key]) for key, numbers in plan.all_banks().items()]
-        self.memory = _memory(plan, sizes)
-        self.scratch_bytes = max((_scratch(plan, key, numbers) for key, numbers in plan.all_banks().items()), default=0)
+        self.banks = _bank_rows(plan)
+        self.memory = _memory(plan)
+        self.teams = [rank_report(plan, team, places[team] if places else None) for team in range(len(plan.teams))]
+        self.scratch_bytes = scratch_bytes(make_drafts(plan, [team.place for team in self.teams]))
         self.step_flops = sum(map(assign.step_flops, plan.blocks))
         self.refresh_flops = sum(
             refresh_cost(b, plan.groups[plan.specs[b.param].group], plan.specs[b.param].device) for b in plan.blocks
@@ -75,6 +79,7 @@ class PlanReport:
             "banks": [asdict(row) for row in self.banks],
             "memory": dict(self.memory),
             "scratch_bytes": self.scratch_bytes,
+            "teams": [team.to_dict() for team in self.teams],
             "step_flops": self.step_flops,
             "refresh_flops": self.refresh_flops,
         }
@@ -83,21 +88,37 @@ class PlanReport:
         return str(self)
 
     def __str__(self) -> str:
-        lines = [*_table(("parameter", "shape", "method", "blocks", "why"), map(_param_cells, self.params)), ""]
-        lines += [*_table(("bank", "slots", "block", "solver", "state"), map(_bank_cells, self.banks)), ""]
-        lines += ["state: " + ", ".join(f"{kind} {_bytes(size)}" for kind, size in self.memory.items())]
-        lines += [f"scratch: {_bytes(self.scratch_bytes)} kept between steps, for the stacks of the largest bank"]
-        lines += [f"work: {_flops(self.step_flops)} per step, {_flops(self.refresh_flops)} per refresh of all roots"]
+        lines = [*table(("parameter", "shape", "method", "blocks", "why"), map(_param_cells, self.params)), ""]
+        lines += [*table(("bank", "slots", "block", "solver", "state"), map(_bank_cells, self.banks)), ""]
+        lines += ["state: " + ", ".join(f"{kind} {bytes_text(size)}" for kind, size in self.memory.items())]
+        lines += [f"scratch: {bytes_text(self.scratch_bytes)} kept between steps, for the stacks of the largest bank"]
+        lines += [
+            f"work: {flops_text(self.step_flops)} per step, {flops_text(self.refresh_flops)} per refresh of all roots"
+        ]
+        lines += [_team_line(team) for team in self.teams if team.trainers > 1]
         return "\n".join(lines)
 
 
 def plan(
-    shapes: Mapping[str, Sequence[int]], *, device: str = "cpu", dtype: str = "float32", **given: Any
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    ranks: int = 1,
+    shard: str = "ddp",
+    num_trainers_per_group: int | None = None,
+    stages: int = 1,
+    **given: Any,
 ) -> PlanReport:
     """The report for parameters of these shapes, without tensors: ``{name: shape}`` and the options of ``Shampoo``.
 
+    For several ``ranks``, ``shard`` says how parameters lie over them: ``"ddp"``, ``"fsdp"``, ``"hsdp=K"`` (sharded over K ranks)
+    or ``"tp=K"`` (the second dimension split over K ranks, the first over the others).
+
     >>> plan({"weight": (3000, 8)}, max_preconditioner_dim=1024).params[0].block_shapes
     ((1000, 8),)
+    >>> plan({"weight": (3000, 1000)}, ranks=3).teams[0].imbalance
+    1.0
     """
     if not isinstance(shapes, Mapping):
         raise ValueError(
@@ -113,58 +134,46 @@ def plan(
             raise ValueError(f"unknown option {name!r}" + (f"; did you mean {guess!r}?" if guess else ""))
     group |= given
     options.check_options(group)
-    specs = [Spec(name, tuple(shape), 0, device, dtype) for name, shape in shapes.items()]
-    return PlanReport(make_plan(specs, [group]), [0])
+    ranks, stages = options.whole("ranks", ranks), options.whole("stages", stages)
+    trainers = (
+        ranks if num_trainers_per_group is None else options.whole("num_trainers_per_group", num_trainers_per_group)
+    )
+    specs = []
+    for name, shape in shapes.items():
+        _, layout = team_of(range(ranks), layout_named(shard, ranks, len(shape)), trainers, 0, name)
+        specs.append(Spec(name, tuple(shape), 0, device, dtype, 0, layout))
+    return PlanReport(make_plan(specs, [group], [range(trainers)], stages))
 
 
 def check_memory(plan: Plan, places: Sequence[int]) -> None:
-    """Refuse, before anything is allocated, state that cannot fit on its device."""
+    """Refuse, before anything is allocated, state of a rank that cannot fit on its device."""
     totals: dict[str, int] = {}
-    for key, roles in bank_bytes(plan).items():
-        totals[key.device] = totals.get(key.device, 0) + sum(roles.values())
+    for key, numbers in plan.banks_of(places).items():
+        totals[key.device] = totals.get(key.device, 0) + len(numbers) * block_bytes(plan, key)
     for device, total in totals.items():
         limit = _device_memory(device)
         if limit is not None and total > limit:
             spec, side = _largest_factor(plan, device)
             raise ValueError(
-                f"the optimizer state would take {_bytes(total)} but {device} has {_bytes(limit)}; the largest factor is of side "
+                f"the optimizer state would take {bytes_text(total)} but {device} has {bytes_text(limit)}; the largest factor is of side "
                 f"{side}, for parameter {spec.name} of shape {spec.shape}. Lower max_preconditioner_dim (now "
                 f"{plan.groups[spec.group]['max_preconditioner_dim']}) or set large_dim='diagonal'"
             )
 
 
-def bank_bytes(plan: Plan) -> dict[BankKey, dict[str, int]]:
-    """Bytes of state by bank and role."""
-    sizes = {}
-    for key, numbers in plan.all_banks().items():
-        group = plan.groups[key.group]
-        state = initial_state(key, make_stack(key, len(numbers), group, torch.device("meta")), group)
-        sizes[key] = {role: tensor.numel() * tensor.element_size() for role, tensor in state.items()}
-    return sizes
-
-
-def _memory(plan: Plan, sizes: Mapping[BankKey, Mapping[str, int]]) -> dict[str, int]:
+def _memory(plan: Plan) -> dict[str, int]:
+    """Bytes of the whole state, by kind."""
     memory = dict.fromkeys((*KINDS.values(), "momentum"), 0)
-    for roles in sizes.values():
-        for role, size in roles.items():
-            memory[KINDS[role[0]]] += size
+    for key, numbers in plan.all_banks().items():
+        size = len(numbers) * options.state_dtype(plan.groups[key.group]).itemsize
+        for role, shape in state_shapes(plan, key).items():
+            memory[KINDS[role[0]]] += size * math.prod(shape)
     for spec in plan.specs:
         group = plan.groups[spec.group]
         if group["momentum"] > 0:
             memory["momentum"] += math.prod(spec.shape) * options.state_dtype(group).itemsize
     memory = {kind: size for kind, size in memory.items() if size}
     return memory | {"total": sum(memory.values())}
-
-
-def _scratch(plan: Plan, key: BankKey, numbers: Sequence[int]) -> int:
-    """Stacks of gradients, parameters and, if there is momentum, momenta."""
-    group = plan.groups[key.group]
-    own = torch.float64 if any(plan.specs[plan.blocks[i].param].dtype == "float64" for i in numbers) else torch.float32
-    compute = options.compute_dtype(group)
-    sizes = [compute.itemsize, torch.promote_types(own, compute).itemsize]
-    if group["momentum"] > 0:
-        sizes.append(compute.itemsize)
-    return len(numbers) * math.prod(key.shape) * sum(sizes)
 
 
 def _param_row(plan: Plan, spec: Spec, blocks: Sequence[Block]) -> ParamRow:
@@ -176,12 +185,24 @@ def _param_row(plan: Plan, spec: Spec, blocks: Sequence[Block]) -> ParamRow:
     return ParamRow(spec.name, spec.shape, method, len(blocks), shapes, first.reason)
 
 
-def _bank_row(plan: Plan, key: BankKey, numbers: Sequence[int], roles: Mapping[str, int]) -> BankRow:
-    group = plan.groups[key.group]
-    root, e = group["root"], options.exponent(group, len(key.shape))
-    sides = zip(key.shape, key.modes, strict=False)
-    solvers = tuple(spell(resolve(root, d, key.device, e)) if mode == "full" else "diagonal" for d, mode in sides)
-    return BankRow(key.group, key.method, len(numbers), key.shape, key.modes, solvers, sum(roles.values()))
+def _bank_rows(plan: Plan) -> list[BankRow]:
+    """Banks of all ranks and routes that do the same."""
+    slots: dict[tuple[Any, ...], int] = {}
+    for key in plan.keys:
+        alike = key.group, key.device, key.method, key.shape, key.modes
+        slots[alike] = slots.get(alike, 0) + 1
+    example = {(key.group, key.device, key.method, key.shape, key.modes): key for key in plan.keys}
+    rows = []
+    for alike, count in slots.items():
+        key, group = example[alike], plan.groups[alike[0]]
+        e = options.exponent(group, len(key.shape))
+        sides = zip(key.shape, key.modes, strict=False)
+        solvers = tuple(
+            spell(resolve(group["root"], d, key.device, e)) if mode == "full" else "diagonal" for d, mode in sides
+        )
+        size = count * block_bytes(plan, key)
+        rows.append(BankRow(key.group, key.method, count, key.shape, key.modes, solvers, size))
+    return rows
 
 
 def _largest_factor(plan: Plan, device: str) -> tuple[Spec, int]:
@@ -206,7 +227,7 @@ def _device_memory(device: str) -> int | None:
     return None
 
 
-def _table(head: Sequence[str], rows: Any) -> list[str]:
+def table(head: Sequence[str], rows: Any) -> list[str]:
     cells = [tuple(head), *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
@@ -219,14 +240,22 @@ def _param_cells(row: ParamRow) -> tuple[str, ...]:
 
 def _bank_cells(row: BankRow) -> tuple[str, ...]:
     solver = ", ".join(dict.fromkeys(row.solvers)) or "-"
-    return f"{row.group}:{row.method}", str(row.slots), _times(row.shape), solver, _bytes(row.state_bytes)
+    return f"{row.group}:{row.method}", str(row.slots), _times(row.shape), solver, bytes_text(row.state_bytes)
+
+
+def _team_line(team: RankReport) -> str:
+    return (
+        f"rank {team.place} of {team.trainers} that share this: state {bytes_text(team.state_bytes)}, buffers "
+        f"{bytes_text(team.buffer_bytes)}, {bytes_text(team.inbound_bytes)} of gradients in and {bytes_text(team.outbound_bytes)} of "
+        f"directions received per step, imbalance {team.imbalance:.3f}"
+    )
 
 
 def _times(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
-def _bytes(size: float) -> str:
+def bytes_text(size: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
@@ -234,7 +263,7 @@ def _bytes(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
-def _flops(count: float) -> str:
+def flops_text(count: float) -> str:
     for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP"):
         if count < 1000:
             return f"{count:.3g} {unit}"

@@ -16,14 +16,15 @@ from .linalg import from_host
 from .plan import Plan
 from .runs import Run, coalesce
 
-ArenaKey = tuple[str, torch.device, torch.dtype]
+ArenaKey = tuple[str, str, torch.dtype]  # role, device as the plan names it
 LARGEST = 1 << 26  # elements of a chunk, unless one message has more
 
 
 class Arena:
     """Scratch memory that all chunks and banks share, one after the other: as large as the largest of them needs."""
 
-    def __init__(self) -> None:
+    def __init__(self, devices: Mapping[str, torch.device]) -> None:
+        self.devices = devices
         self._sizes: dict[ArenaKey, int] = {}
         self._flat: dict[ArenaKey, Tensor] = {}
 
@@ -33,7 +34,7 @@ class Arena:
     def take(self, key: ArenaKey, *shape: int) -> Tensor:
         if key not in self._flat:
             _, device, dtype = key
-            self._flat[key] = torch.empty(self._sizes[key], dtype=dtype, device=device)
+            self._flat[key] = torch.empty(self._sizes[key], dtype=dtype, device=self.devices[device])
         return self._flat[key][: math.prod(shape)].view(*shape)
 
 
@@ -42,7 +43,7 @@ class Span:
     """Where pieces of one param group's parameters lie in a flat buffer, and parts of that in a buffer of messages."""
 
     group: int
-    device: torch.device
+    device: str
     numel: int = 0
     runs: list[Run] = field(default_factory=list)
     parts: list[tuple[int, int, int]] = field(default_factory=list)  # offset here, offset there, elements
@@ -70,13 +71,13 @@ def _extend(parts: list[tuple[int, int, int]], here: int, there: int, size: int)
         parts.append((here, there, size))
 
 
-def spans(plan: Plan, me: int, items: Iterable[Item], devices: Mapping[int, torch.device]) -> list[Span]:
+def spans(plan: Plan, me: int, items: Iterable[Item]) -> list[Span]:
     """The pieces of a buffer of messages that this place stores, by param group."""
     done: list[Span] = []
-    open_: dict[tuple[int, torch.device], Span] = {}
+    open_: dict[tuple[int, str], Span] = {}
     for item in items:
         param = plan.blocks[item.move.block].param
-        key = plan.specs[param].group, devices[param]
+        key = plan.specs[param].group, plan.specs[param].device
         if key in open_ and open_[key].numel + item.move.region.numel > LARGEST:
             done.append(open_.pop(key))
         origin = plan.stored(param, me).start

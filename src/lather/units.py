@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from . import exchange
 from .bank import Bank, initial_state
-from .exchange import Comm, Item, Wire
+from .exchange import Comm, Mail, Wire, itemsize
 from .options import compute_dtype, wire_dtype
 from .plan import BankKey, Plan, Route
 from .runs import Run, coalesce
@@ -164,117 +165,128 @@ def _allocate(bank: Bank, group: Group) -> None:
 
 
 def make_units(
-    plan: Plan,
-    places: Sequence[int],
-    banks: Sequence[Bank],
-    params: Sequence[Tensor],
-    groups: Sequence[Group],
-    comms: Sequence[Comm],
+    plan: Plan, places: Sequence[int], banks: Sequence[Bank], comms: Sequence[Comm], params: Sequence[Tensor]
 ) -> list[Unit]:
     """All units of all routes, also of those for which this rank owns nothing, in an order that all ranks share."""
-    drafts = [_Draft(plan, route, places[route.team], banks, params, groups, comms) for route in plan.routes]
-    arena = Arena()
+    arena = Arena({spec.device: p.device for spec, p in zip(plan.specs, params, strict=True)})
+    drafts = make_drafts(plan, places)
     for draft in drafts:
-        draft.reserve(arena)
-    return [draft.unit(arena) for draft in drafts]
+        for key, numel in draft.scratch():
+            arena.reserve(key, numel)
+    return [draft.unit(arena, banks, comms[draft.route.team]) for draft in drafts]
 
 
-class _Draft:
-    """A unit whose buffers have not been allocated: all units share an arena, so their sizes come first."""
+def make_drafts(plan: Plan, places: Sequence[int]) -> list[Draft]:
+    return [Draft(plan, route, places[route.team]) for route in plan.routes]
 
-    def __init__(
-        self,
-        plan: Plan,
-        route: Route,
-        me: int,
-        banks: Sequence[Bank],
-        params: Sequence[Tensor],
-        groups: Sequence[Group],
-        comms: Sequence[Comm],
-    ) -> None:
-        self.plan, self.me, self.params, self.groups = plan, me, params, groups
-        self.banks = [bank for bank in banks if bank.key.route == route]
-        comm = comms[route.team]
-        device = self._device(route)
-        self.inbound = self.outbound = None
-        if route.inbound:
-            mails = exchange.inbound_mail(plan, route, me)
-            self.inbound = Wire(mails, route.inbound, device, comm, gather=False)
-        if route.outbound:
-            mails = exchange.outbound_mail(plan, route, me)
-            self.outbound = Wire(mails, route.outbound, device, comm, gather=route.gather)
-        self.reads = self._spans(self.inbound.outgoing.items if self.inbound else None)
-        self.writes = self._spans(self.outbound.incoming.items if self.outbound else None)
 
-    def _device(self, route: Route) -> torch.device:
-        """Where the parameters of a route are."""
-        return next(
-            self.params[block.param].device
-            for block, key in zip(self.plan.blocks, self.plan.keys, strict=True)
-            if key.route == route
-        )
+class Draft:
+    """A unit of one place before anything is allocated: its messages and buffers, from the plan alone."""
 
-    def _spans(self, items: Sequence[Item] | None) -> list[Span]:
-        if items is not None:
-            return spans(self.plan, self.me, items, {i: p.device for i, p in enumerate(self.params)})
+    def __init__(self, plan: Plan, route: Route, me: int) -> None:
+        self.plan, self.route, self.me = plan, route, me
+        self.banks = {key: numbers for key, numbers in plan.banks(route.team, me).items() if key.route == route}
+        self.inbound = exchange.inbound_mail(plan, route, me) if route.inbound else None
+        self.outbound = exchange.outbound_mail(plan, route, me) if route.outbound else None
+        self.reads = self._spans(self.inbound[0] if self.inbound else None)
+        self.writes = self._spans(self.outbound[1] if self.outbound else None)
+
+    def _spans(self, mail: Mail | None) -> list[Span]:
+        """What is stored of a buffer of messages or, if nothing travels, of each bank."""
+        if mail is not None:
+            return spans(self.plan, self.me, mail.items)
         found = []
-        for bank in self.banks:
-            span = Span(bank.key.group, bank.stack.device)
-            for block in bank.blocks:
+        for key, numbers in self.banks.items():
+            span = Span(key.group, key.device)
+            for block in (self.plan.blocks[i] for i in numbers):
                 origin = self.plan.stored(block.param, self.me).start
                 span.add(block.param, block.region.moved(-a for a in origin).start, block.region.shape)
             found.append(span)
         return found
 
-    def _keys(self, span: Span, *, reading: bool) -> dict[str, ArenaKey]:
-        """Gradients, directions and momenta in the compute dtype; parameters in their own where that is better."""
-        group, device = self.groups[span.group], span.device
-        compute = own = compute_dtype(group)
-        for run in span.runs:
-            own = torch.promote_types(own, self.params[run.key].dtype)
-        roles = {"params": own}
-        if reading:
-            roles = {"grads": compute} | (roles if group["weight_decay_mode"] == "l2" else {})
-        else:
-            roles |= {"momenta": compute} if group["momentum"] > 0 else {}
-            roles |= {"directions": compute} if self.outbound else {}
-        return {role: (role, device, dtype) for role, dtype in roles.items()}
+    def received_bytes(self) -> dict[str, int]:
+        """What comes from other places in a step: gradients and directions."""
+        mails = {"inbound": (self.inbound, self.route.inbound), "outbound": (self.outbound, self.route.outbound)}
+        return {
+            way: (mail[1].numel - mail[1].splits[self.me]) * itemsize(wire)
+            for way, (mail, wire) in mails.items()
+            if mail and wire
+        }
 
-    def reserve(self, arena: Arena) -> None:
-        for reading, found in ((True, self.reads), (False, self.writes)):
-            for span in found:
-                for key in self._keys(span, reading=reading).values():
-                    arena.reserve(key, span.numel)
-        for bank in self.banks:
-            arena.reserve(_stack_key(bank), len(bank.blocks) * bank.blocks[0].region.numel)
+    def padding(self) -> float:
+        """The share of what comes in an all-gather that is there only to make messages equally long."""
+        if not self.outbound or not self.route.gather:
+            return 0.0
+        wire, mail = str(self.route.outbound), self.outbound[1]
+        numel = sum(item.move.region.numel for item in mail.items)
+        return 1 - exchange.message_numel(numel, len(mail.items), wire) / mail.numel
 
-    def unit(self, arena: Arena) -> Unit:
-        sent = self.inbound.sent if self.inbound else None
-        received = self.outbound.received if self.outbound else None
+    def buffer_bytes(self) -> int:
+        """Persistent buffers of messages."""
+        pairs = ((self.inbound, self.route.inbound), (self.outbound, self.route.outbound))
+        return sum((mail[0].numel + mail[1].numel) * itemsize(wire) for mail, wire in pairs if mail and wire)
+
+    def scratch(self) -> Iterator[tuple[ArenaKey, int]]:
+        """Needs of the arena that all units share."""
+        for span in self.reads:
+            yield from ((key, span.numel) for key in self._reading(span).values())
+        for span in self.writes:
+            yield from ((key, span.numel) for key in self._writing(span).values())
+        for key, numbers in self.banks.items():
+            yield self._stack(key), len(numbers) * math.prod(key.shape)
+
+    def _reading(self, span: Span) -> dict[str, ArenaKey]:
+        group = self.plan.groups[span.group]
+        coupled = {"params": ("params", span.device, self._own(span))} if group["weight_decay_mode"] == "l2" else {}
+        return {"grads": ("grads", span.device, compute_dtype(group))} | coupled
+
+    def _writing(self, span: Span) -> dict[str, ArenaKey]:
+        group = self.plan.groups[span.group]
+        roles = {"params": self._own(span)}
+        roles |= {"momenta": compute_dtype(group)} if group["momentum"] > 0 else {}
+        roles |= {"directions": compute_dtype(group)} if self.outbound else {}
+        return {role: (role, span.device, dtype) for role, dtype in roles.items()}
+
+    def _own(self, span: Span) -> torch.dtype:
+        """Arithmetic on parameters is in the compute dtype, or in their own where that is better."""
+        dtype = compute_dtype(self.plan.groups[span.group])
+        for name in {self.plan.specs[run.key].dtype for run in span.runs}:
+            dtype = torch.promote_types(dtype, getattr(torch, name))
+        return dtype
+
+    def _stack(self, key: BankKey) -> ArenaKey:
+        return "grads", key.device, compute_dtype(self.plan.groups[key.group])
+
+    def unit(self, arena: Arena, banks: Sequence[Bank], comm: Comm) -> Unit:
+        device = arena.devices[next(key.device for key in self.plan.keys if key.route == self.route)]
+        inbound = outbound = None
+        if self.inbound:
+            inbound = Wire(self.inbound, str(self.route.inbound), device, comm, gather=False)
+        if self.outbound:
+            outbound = Wire(self.outbound, str(self.route.outbound), device, comm, gather=self.route.gather)
+        sent = inbound.sent if inbound else None
+        received = outbound.received if outbound else None
+        mine = {bank.key: bank for bank in banks}
         return Unit(
-            tuple(self.banks),
-            tuple(Chunk(span, self._keys(span, reading=True), arena, sent) for span in self.reads),
-            tuple(Chunk(span, self._keys(span, reading=False), arena, received) for span in self.writes),
-            tuple(arena.take(_stack_key(bank), len(bank.blocks), *bank.key.shape) for bank in self.banks),
-            self._slots(self.inbound.incoming.items if self.inbound else ()),
-            self._slots(self.outbound.outgoing.items if self.outbound else ()),
-            self.inbound,
-            self.outbound,
+            tuple(mine[key] for key in self.banks),
+            tuple(Chunk(span, self._reading(span), arena, sent) for span in self.reads),
+            tuple(Chunk(span, self._writing(span), arena, received) for span in self.writes),
+            tuple(arena.take(self._stack(key), len(numbers), *key.shape) for key, numbers in self.banks.items()),
+            self._slots(self.inbound[1] if self.inbound else None),
+            self._slots(self.outbound[0] if self.outbound else None),
+            inbound,
+            outbound,
         )
 
-    def _slots(self, items: Sequence[Item]) -> tuple[Slots, ...]:
+    def _slots(self, mail: Mail | None) -> tuple[Slots, ...]:
         """Each bank's share of messages, as runs over its stack."""
-        slot_of = {n: (i, slot) for i, bank in enumerate(self.banks) for slot, n in enumerate(bank.numbers)}
+        slot_of = {n: (i, slot) for i, ns in enumerate(self.banks.values()) for slot, n in enumerate(ns)}
         pieces: list[list[Run]] = [[] for _ in self.banks]
         scales: list[list[Run]] = [[] for _ in self.banks]
-        for item in items:
+        for item in mail.items if mail else ():
             block, (i, slot) = self.plan.blocks[item.move.block], slot_of[item.move.block]
             box = item.move.region.moved(-a for a in block.region.start)
             pieces[i].append(Run(block.region.shape, item.offset, (slot, *box.start), (1, *box.shape)))
             if item.scale is not None:
                 scales[i].append(Run("scale", item.scale, (slot, 0), (1, exchange.SCALE)))
         return tuple(Slots(coalesce(p), coalesce(s)) for p, s in zip(pieces, scales, strict=True))
-
-
-def _stack_key(bank: Bank) -> ArenaKey:
-    return "grads", bank.stack.device, bank.stack.compute

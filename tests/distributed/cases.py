@@ -264,9 +264,10 @@ def assemble(ranks: Sequence[Stored], shapes: dict[str, torch.Size]) -> dict[str
     """The whole parameters from what the ranks store; replicas must agree and nothing may be missing."""
     together = {}
     for name, shape in shapes.items():
-        dtype = ranks[0][name][1].dtype
+        pieces = {rank: stored[name] for rank, stored in enumerate(ranks) if name in stored}
+        dtype = next(iter(pieces.values()))[1].dtype
         values, seen = torch.zeros(shape.numel(), dtype=dtype), torch.zeros(shape.numel(), dtype=torch.bool)
-        for rank, (numbers, part) in enumerate(stored[name] for stored in ranks):
+        for rank, (numbers, part) in pieces.items():
             again = seen[numbers]
             assert torch.equal(values[numbers][again], part[again]), f"rank {rank} disagrees on {name}"
             values[numbers], seen[numbers] = part, True

@@ -1,0 +1,236 @@
+"""What every rank runs for the odd cases: unusual meshes and gradients, calls on some ranks only, failures on one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import lather
+
+from .cases import BASE, Case, Options, Run, Stored, fsdp, local, mesh_of, noise
+
+SHAPES = {"a": (9, 7), "b": (9, 7), "c": (4, 6), "d": (5,)}
+STEPS = 9
+
+
+def values(step: int) -> dict[str, Tensor]:
+    return {name: noise(f"edge {name}", step, shape) for name, shape in SHAPES.items()}
+
+
+def train_few(make: Callable[[str, Tensor], Tensor], grad: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """Parameters made one by one, and gradients made for them from whole ones."""
+    params = {name: nn.Parameter(make(name, x)) for name, x in values(0).items()}
+    opt = lather.Shampoo(list(params.items()), **BASE, momentum=0.9)
+    for step in range(1, STEPS + 1):
+        for name, x in values(step).items():
+            params[name].grad = grad(params[name], x)
+        opt.step()
+    return params
+
+
+def plain_few() -> Stored:
+    """The reference."""
+    return stored_few(train_few(lambda _, x: x, lambda _, x: x))
+
+
+def spread(mesh: DeviceMesh, *placements: Any) -> Callable[[Any, Tensor], Tensor]:
+    """Sharding along a dimension that a tensor does not have becomes replication."""
+
+    def make(_: Any, x: Tensor) -> Tensor:
+        fitting = [p if p == Replicate() or p.dim < x.dim() else Replicate() for p in placements]
+        return distribute_tensor(x, mesh, fitting, src_data_rank=None)
+
+    return make
+
+
+def stored_few(params: dict[str, Tensor]) -> Stored:
+    """What this rank stores. ``full_tensor`` would not do: it ignores the order of ranks in a mesh."""
+    return {name: (_numbers(p), local(p).clone()) for name, p in params.items() if is_here(p)}
+
+
+def is_here(p: Tensor) -> bool:
+    return not isinstance(p, DTensor) or p.device_mesh.get_coordinate() is not None
+
+
+def _numbers(p: Tensor) -> Tensor:
+    numbers = torch.arange(p.numel()).view(p.shape)
+    if not isinstance(p, DTensor):
+        return numbers
+    return distribute_tensor(numbers, p.device_mesh, p.placements, src_data_rank=None).to_local()
+
+
+# Meshes and gradients.
+
+
+def shuffled_mesh(ranks: Any, placements: tuple[Any, ...]) -> Stored:
+    make = spread(DeviceMesh("cpu", torch.tensor(ranks)), *placements)
+    return stored_few(train_few(make, make))
+
+
+def separate_meshes(ranks: dict[str, list[int]]) -> Stored:
+    """Each parameter on some ranks only."""
+    meshes = {name: DeviceMesh("cpu", torch.tensor(some)) for name, some in ranks.items()}
+
+    def make(name: str, x: Tensor) -> Tensor:
+        return distribute_tensor(x, meshes[name], [Shard(0)], src_data_rank=None) if name in meshes else x
+
+    def grad(p: Tensor, x: Tensor) -> Tensor:
+        return distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None) if isinstance(p, DTensor) else x
+
+    return stored_few(train_few(make, grad))
+
+
+def other_gradients(kind: str) -> Stored:
+    """Gradients that do not lie as their parameters do."""
+    mesh = mesh_of(dist.get_world_size())
+
+    def grad(_: Tensor, x: Tensor) -> Tensor:
+        if kind == "replicated":
+            return distribute_tensor(x, mesh, [Replicate()], src_data_rank=None)
+        share = x if dist.get_rank() == 0 else torch.zeros_like(x)
+        return DTensor.from_local(share, mesh, [Partial()], run_check=False)
+
+    return stored_few(train_few(spread(mesh, Shard(0)), grad))
+
+
+def transposed(x: Tensor) -> Tensor:
+    return x.t().contiguous().t() if x.dim() == 2 else x
+
+
+def odd_strides(sharded: bool) -> Stored:
+    """Parameters and gradients that are not contiguous."""
+    if not sharded:
+        return stored_few(train_few(lambda _, x: transposed(x), lambda _, x: transposed(x)))
+    mesh = mesh_of(dist.get_world_size())
+
+    def make(_: Any, x: Tensor) -> Tensor:
+        part = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None).to_local()
+        return DTensor.from_local(transposed(part), mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())
+
+    return stored_few(train_few(make, make))
+
+
+def empty_parameter(sharded: bool) -> Stored:
+    make = spread(mesh_of(dist.get_world_size()), Shard(0)) if sharded else lambda _, x: x
+    params = [nn.Parameter(make("", x)) for x in (torch.ones(0, 3), torch.ones(6, 3))]
+    opt = lather.Shampoo(params, **BASE, momentum=0.9)
+    for _ in range(5):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        opt.step()
+    opt.consolidate_state_dict()
+    return stored_few({"empty": params[0], "full": params[1]})
+
+
+# Groups, frozen parameters, copies.
+
+
+def late_group(layout: str) -> Stored:
+    """A parameter is frozen at first, and some are added later."""
+    run = Run(layout, Case())
+    named = list(run.model.named_parameters())
+    run.opt = lather.Shampoo(named[:6], **BASE, momentum=0.9)
+    for step in range(1, 13):
+        if step == 6:
+            run.opt.add_param_group({"params": named[6:], "weight_decay": 0.1})
+        run.set_grads(step)
+        for frozen in (named[2][1], named[5][1]):
+            frozen.requires_grad_(step > 8)
+            frozen.grad = frozen.grad if step > 8 else None
+        run.opt.step()
+    return run.stored()
+
+
+def through_a_copy(layout: str, how: str) -> Stored:
+    run = Run(layout, Case({"momentum": 0.9})).advance(1, 7)
+    if how == "deepcopy":
+        run.model, run.opt = copy.deepcopy((run.model, run.opt))
+    else:
+        run.model, run.opt = pickle.loads(pickle.dumps((run.model, run.opt)))
+    return run.advance(8, 14).stored()
+
+
+# Calls on some ranks only.
+
+
+def only_first_rank_looks(layout: str) -> Stored:
+    """Saving and reports on rank 0 alone, which must not wait for the others."""
+    run = Run(layout, Case({"momentum": 0.9}))
+    for step in range(1, 10):
+        if dist.get_rank() == 0:
+            str(run.opt.plan())
+            run.opt.state_dict()
+            run.opt.health()
+            repr(run.opt)
+        run.advance(step, step)
+    return run.stored()
+
+
+def gradient_on_one_rank_only(layout: str) -> None:
+    """Without check_ranks the result is anybody's guess, but there is one."""
+    run = Run(layout, Case({"stages": 2})).advance(1, 3)
+    for step in range(4, 10):
+        run.set_grads(step)
+        if dist.get_rank() == step % 2:
+            run.model.get_parameter("up.weight").grad = None
+            run.model.get_parameter("table.weight").grad = None
+        run.opt.step()
+
+
+# Failures on one rank.
+
+
+def spoil(p: Tensor, number: int) -> None:
+    """NaN in the first element that rank ``number`` stores."""
+    assert p.grad is not None
+    if dist.get_rank() == number and local(p).numel():
+        local(p.grad).view(-1)[0] = torch.nan
+
+
+def strict_about_nan(layout: str) -> None:
+    """The NaN is seen by one rank."""
+    run = Run(layout, Case({"on_nonfinite": "raise"})).advance(1, 3)
+    before = {name: local(p).clone() for name, p in run.model.named_parameters()}
+    run.set_grads(4)
+    spoil(run.model.get_parameter("table.weight"), 1)
+    try:
+        run.opt.step()
+    finally:
+        assert all(torch.equal(local(p), before[name]) for name, p in run.model.named_parameters())
+
+
+def failing_refreshes(layout: str) -> None:
+    """The statistics of one block are ruined on its owner, so its roots fail until that is an error."""
+    run = Run(layout, Case({"max_failed_refreshes": 2, "precondition_frequency": 1})).advance(1, 2)
+    state = run.opt.state[run.model.get_parameter("down.weight")]
+    if "L0.0" in state:
+        state["L0.0"].fill_(torch.nan)
+    run.advance(3, 12)
+
+
+def bad_option_on_one_rank(layout: str) -> None:
+    run = Run(layout, Case())
+    run.set_grads(1)
+    if dist.get_rank() == 1:
+        run.opt.param_groups[0]["max_preconditioner_dim"] = -3
+    run.opt.step()
+
+
+def wrapped_then_swapped(options: Options) -> Stored:
+    """The optimizer is built first and its parameters are swapped for sharded ones, as Accelerate does."""
+    run = Run("one", Case(options))
+    fsdp(run.model, mesh_of(dist.get_world_size()))
+    for group in run.opt.param_groups:
+        group["params"] = list(run.model.parameters())
+    run.opt.load_state_dict(run.opt.state_dict())
+    layout = f"fsdp{dist.get_world_size()}"
+    run.places = Run(layout, Case(options)).places
+    return run.advance(1, 12).stored()

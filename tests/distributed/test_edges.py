@@ -1,0 +1,119 @@
+"""Odd meshes and gradients, calls on some ranks only, and failures that one rank alone would see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from . import cases, edges
+from .cases import Case
+from .harness import Pools
+
+two, four = pytest.mark.xdist_group("world 2"), pytest.mark.xdist_group("world 4")
+BOTH = ["ddp2", "fsdp2"]
+
+
+def check_few(ranks: list[cases.Stored]) -> None:
+    shapes = {name: torch.Size(shape) for name, shape in edges.SHAPES.items()}
+    cases.assert_same(cases.assemble(ranks, shapes), cases.assemble([edges.plain_few()], shapes))
+
+
+def toy(stored: list[Any]) -> dict[str, torch.Tensor]:
+    return cases.assemble(stored, cases.shapes_of("toy"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placements"),
+    [
+        pytest.param([1, 0], (Shard(0),), marks=two, id="reversed"),
+        pytest.param([[3, 1], [2, 0]], (Shard(0), Shard(1)), marks=four, id="2d"),
+        pytest.param([[3, 1], [2, 0]], (Shard(0), Shard(0)), marks=four, id="twice along a dimension"),
+        pytest.param([[0, 2], [3, 1]], (Replicate(), Shard(0)), marks=four, id="replicas"),
+        pytest.param([[2, 0], [1, 3]], (Shard(0), Replicate()), marks=four, id="replicas inside"),
+    ],
+)
+def test_ranks_in_any_order(ranks: Any, placements: Any, pools: Pools) -> None:
+    world = torch.tensor(ranks).numel()
+    check_few(pools[world].run(edges.shuffled_mesh, ranks, placements))
+
+
+@four
+@pytest.mark.parametrize(
+    "ranks",
+    [{"a": [0, 1], "b": [2, 3]}, {"a": [0, 1], "b": [1, 2], "c": [2, 3, 0]}, {"a": [3], "d": [1, 2]}],
+    ids=["disjoint", "in a circle", "alone"],
+)
+def test_parameters_on_some_ranks(ranks: dict[str, list[int]], pools: Pools) -> None:
+    check_few(pools[4].run(edges.separate_meshes, ranks))
+
+
+@two
+@pytest.mark.parametrize("kind", ["replicated", "partial"])
+def test_gradients_that_lie_otherwise(kind: str, pools: Pools) -> None:
+    check_few(pools[2].run(edges.other_gradients, kind))
+
+
+@two
+@pytest.mark.parametrize("sharded", [False, True])
+def test_odd_strides(sharded: bool, pools: Pools) -> None:
+    check_few(pools[2].run(edges.odd_strides, sharded))
+
+
+@two
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_empty_parameter(sharded: bool, pools: Pools) -> None:
+    shapes = {"empty": torch.Size((0, 3)), "full": torch.Size((6, 3))}
+    found = cases.assemble(pools[2].run(edges.empty_parameter, sharded), shapes)
+    cases.assert_same(found, cases.assemble([edges.empty_parameter(False)], shapes))
+
+
+@two
+@pytest.mark.parametrize("layout", BOTH)
+def test_groups_added_and_parameters_frozen(layout: str, pools: Pools) -> None:
+    cases.assert_same(toy(pools[2].run(edges.late_group, layout)), toy([edges.late_group("one")]))
+
+
+@two
+@pytest.mark.parametrize(("layout", "how"), [("ddp2", "deepcopy"), ("ddp2", "pickle"), ("tp0x2", "deepcopy")])
+def test_copies(layout: str, how: str, pools: Pools) -> None:
+    cases.assert_same(toy(pools[2].run(edges.through_a_copy, layout, how)), toy([edges.through_a_copy("one", how)]))
+
+
+@two
+def test_swapped_parameters(pools: Pools) -> None:
+    options = {"momentum": 0.9, "weight_decay": 0.1}
+    expected = toy([cases.train("one", Case(options), 12)])
+    cases.assert_same(toy(pools[2].run(edges.wrapped_then_swapped, options)), expected)
+
+
+@two
+@pytest.mark.parametrize("layout", BOTH)
+def test_calls_on_one_rank(layout: str, pools: Pools) -> None:
+    ours = toy(pools[2].run(edges.only_first_rank_looks, layout))
+    cases.assert_same(ours, toy([cases.train("one", Case({"momentum": 0.9}), 9)]))
+
+
+@two
+@pytest.mark.parametrize("layout", BOTH)
+def test_disagreement_on_gradients_does_not_hang(layout: str, pools: Pools) -> None:
+    pools[2].run(edges.gradient_on_one_rank_only, layout)
+
+
+@two
+@pytest.mark.parametrize("layout", BOTH)
+@pytest.mark.parametrize(
+    ("function", "error", "name"),
+    [
+        (edges.strict_about_nan, "FloatingPointError", "table.weight"),
+        (edges.failing_refreshes, "RuntimeError", "down.weight"),
+        (edges.bad_option_on_one_rank, "ValueError", "max_preconditioner_dim"),
+    ],
+    ids=["nan", "refresh", "option"],
+)
+def test_failures_reach_every_rank(function: Any, error: str, name: str, layout: str, pools: Pools) -> None:
+    for outcome in pools[2].attempt(function, layout, timeout=15):
+        assert outcome.error == error, outcome
+        assert name in outcome.message
