@@ -99,9 +99,10 @@ def mean_over_ranks(loss: Tensor) -> float:
 
 def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
     recipe = {"lr": args.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    state_dtype = "float64" if args.double else "float32"
     if args.optimizer == "adamw":
         return torch.optim.AdamW(model.named_parameters(), foreach=False, **recipe)
-    opt = lather.Shampoo(model.named_parameters(), precondition_frequency=10, **recipe)
+    opt = lather.Shampoo(model.named_parameters(), precondition_frequency=10, state_dtype=state_dtype, **recipe)
     say(str(opt.plan()).split("\n\n")[-1])  # the totals; the paragraphs before list parameters and banks
     return opt
 

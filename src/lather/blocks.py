@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property
 from itertools import pairwise, product
 
 Shape = tuple[int, ...]
@@ -40,9 +40,14 @@ class Region:
 
     def meet(self, other: Region) -> Region | None:
         """The intersection, or None if it is empty."""
-        start = tuple(map(max, self.start, other.start))
-        stop = tuple(map(min, self.stop, other.stop))
-        return Region(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+        start, stop = [], []
+        for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True):
+            low, high = a if a > c else c, b if b < d else d
+            if low >= high:
+                return None
+            start.append(low)
+            stop.append(high)
+        return Region(tuple(start), tuple(stop))
 
     def moved(self, by: Iterable[int]) -> Region:
         """The same box, moved by a distance along each dimension."""
@@ -83,16 +88,16 @@ class Layout:
     order: tuple[int, ...] = ()
     cells: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def places(self) -> int:
         return math.prod(axis.size for axis in self.axes)
 
-    @property
+    @cached_property
     def copies(self) -> int:
         """How many places store each element."""
         return math.prod(axis.size for axis in self.axes if axis.dim is None)
 
-    @property
+    @cached_property
     def replicated(self) -> bool:
         """Whether every place stores everything."""
         return self.copies == self.places
@@ -110,16 +115,23 @@ class Layout:
 
     def region(self, shape: Shape, place: int) -> Region:
         """What a place stores of a tensor of this shape; it may be empty."""
-        return _stored(self, shape, place)
+        if (shape, place) not in self._regions:
+            self._regions[shape, place] = _stored(self, shape, place)
+        return self._regions[shape, place]
+
+    @cached_property
+    def _regions(self) -> dict[tuple[Shape, int], Region]:
+        return {}
 
     def holders(self, shape: Shape, region: Region) -> Iterator[int]:
         """The places that store some of a region, found without looking at the others."""
         order = self.order or tuple(range(len(self.axes)))
-        for where in _meeting(self, order, [(0, size) for size in shape], region, {}):
-            cell = 0
-            for i, axis in enumerate(self.axes):
-                cell = cell * axis.size + where[i]
+        for cell in _meeting(self, order, [(0, size) for size in shape], region, 0):
             yield self.cells.index(cell) if self.cells else cell
+
+    @cached_property
+    def _strides(self) -> Shape:
+        return tuple(math.prod(axis.size for axis in self.axes[i + 1 :]) for i in range(len(self.axes)))
 
     def team(self, size: int) -> Layout | None:
         """The layout over the first ``size`` cells, if every such run of cells holds the whole tensor alike."""
@@ -137,7 +149,6 @@ class Layout:
         return Layout((Axis(places),))
 
 
-@lru_cache(maxsize=1 << 17)
 def _stored(layout: Layout, shape: Shape, place: int) -> Region:
     where, bounds = layout.coordinates(place), [(0, size) for size in shape]
     for i in layout.order or range(len(layout.axes)):
@@ -150,25 +161,25 @@ def _stored(layout: Layout, shape: Shape, place: int) -> Region:
 
 
 def _meeting(
-    layout: Layout, order: Sequence[int], bounds: list[tuple[int, int]], region: Region, where: dict[int, int]
-) -> Iterator[dict[int, int]]:
-    """Coordinates of the cells that meet a region, axis by axis."""
+    layout: Layout, order: Sequence[int], bounds: list[tuple[int, int]], region: Region, cell: int
+) -> Iterator[int]:
+    """The cells that meet a region, axis by axis; ``cell`` has the coordinates of the axes before."""
     if not order:
-        yield where
+        yield cell
         return
-    axis, dim = layout.axes[order[0]], layout.axes[order[0]].dim
+    size, dim, stride = layout.axes[order[0]].size, layout.axes[order[0]].dim, layout._strides[order[0]]
     if dim is None:
-        for i in range(axis.size):
-            yield from _meeting(layout, order[1:], bounds, region, where | {order[0]: i})
+        for i in range(size):
+            yield from _meeting(layout, order[1:], bounds, region, cell + i * stride)
         return
     start, stop = bounds[dim]
-    chunk = -(-(stop - start) // axis.size)
+    chunk = -(-(stop - start) // size)
     first = max(0, region.start[dim] - start) // chunk
     last = (min(region.stop[dim], stop) - 1 - start) // chunk
     for i in range(first, last + 1):
         inner = list(bounds)
         inner[dim] = start + i * chunk, min(start + (i + 1) * chunk, stop)
-        yield from _meeting(layout, order[1:], inner, region, where | {order[0]: i})
+        yield from _meeting(layout, order[1:], inner, region, cell + i * stride)
 
 
 @dataclass(frozen=True)

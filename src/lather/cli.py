@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from . import shapes
 from ._version import __version__
 
 
@@ -45,9 +47,23 @@ def make_parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="what would be preconditioned, its memory and work, from shapes alone")
     plan.set_defaults(run=run_plan)
     plan.add_argument(
-        "--shapes", type=parse_shapes, required=True, metavar="NAME=DxD,...", help='such as "w=64x32,b=64"'
+        "shapes",
+        type=parse_shapes,
+        metavar="MODEL_OR_SHAPES",
+        help=f'one of {", ".join(shapes.MODELS)}, or shapes such as "w=64x32,b=64"',
     )
+    plan.add_argument("--ranks", type=parse_counts, metavar="N,N,...", help="a line for each number of ranks")
+    plan.add_argument("--shard", default="ddp", help="how parameters lie over them: ddp (default), fsdp, hsdp=K, tp=K")
+    plan.add_argument("--group", type=positive, metavar="N", help="num_trainers_per_group (default: all ranks)")
+    plan.add_argument("--stages", type=positive, default=1, help="default %(default)s")
     plan.add_argument("--max-preconditioner-dim", type=float, default=1024, metavar="N", help="default %(default)s")
+    plan.add_argument("--precondition-frequency", type=positive, default=10, metavar="N", help="default %(default)s")
+    plan.add_argument("--momentum", type=float, default=0.0, help="default %(default)s")
+    plan.add_argument("--communication-dtype", help="float32, bfloat16, float16 or int8")
+    plan.add_argument("--dtype", default="float32", help="of the parameters (default %(default)s)")
+    plan.add_argument(
+        "--device", default="cuda", help="where they are, which decides on root solvers (default %(default)s)"
+    )
     plan.add_argument("--json", action="store_true", help="as JSON")
 
     options = commands.add_parser("options", help="every option of lather.Shampoo, as Markdown")
@@ -67,13 +83,27 @@ def run_demo(args: argparse.Namespace) -> str:
 
 
 def run_plan(args: argparse.Namespace) -> str:
-    from .plan_report import plan
+    from .plan_report import PlanReport, plan, scale_table
+
+    names = ("max_preconditioner_dim", "precondition_frequency", "momentum", "communication_dtype", "dtype", "device")
+    given = {name: getattr(args, name) for name in names}
+
+    def report(ranks: int) -> PlanReport:
+        return plan(
+            args.shapes, ranks=ranks, shard=args.shard, num_trainers_per_group=args.group, stages=args.stages, **given
+        )
 
     try:
-        report = plan(args.shapes, max_preconditioner_dim=args.max_preconditioner_dim)
+        if args.ranks is None:
+            whole = report(1)
+            return json.dumps(whole.to_dict(), indent=2) if args.json else str(whole)
+        rows = {ranks: report(ranks).teams[0] for ranks in args.ranks}
     except ValueError as error:
         raise UserError(error) from error
-    return json.dumps(report.to_dict(), indent=2) if args.json else str(report)
+    if args.json:
+        return json.dumps([{"ranks": ranks, **row.to_dict()} for ranks, row in rows.items()], indent=2)
+    numel = sum(math.prod(shape) for shape in args.shapes.values())
+    return f"{numel:,} parameters in {len(args.shapes)} tensors, {args.shard}\n\n{scale_table(rows)}"
 
 
 def run_options(args: argparse.Namespace) -> str:
@@ -95,18 +125,32 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def parse_counts(text: str) -> list[int]:
+    """
+    >>> parse_counts("8,64")
+    [8, 64]
+    """
+    return [positive(item) for item in text.split(",")]
+
+
 def parse_shapes(text: str) -> dict[str, tuple[int, ...]]:
     """
     >>> parse_shapes("w=64x32, b=64")
     {'w': (64, 32), 'b': (64,)}
     """
-    shapes = {}
+    if text in shapes.MODELS:
+        return shapes.MODELS[text]()
+    if "=" not in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a shape such as w=64x32 nor one of {', '.join(shapes.MODELS)}"
+        )
+    found: dict[str, tuple[int, ...]] = {}
     for item in text.split(","):
         name, equals, dims = item.strip().partition("=")
-        if not name or not equals or name in shapes:
+        if not name or not equals or name in found:
             raise argparse.ArgumentTypeError(f"{item.strip()!r} is not a new name with a shape, such as w=64x32")
         try:
-            shapes[name] = tuple(whole(dim) for dim in dims.split("x"))
+            found[name] = tuple(whole(dim) for dim in dims.split("x"))
         except ValueError:
             raise argparse.ArgumentTypeError(f"{dims!r} is not a shape, such as 64x32") from None
-    return shapes
+    return found

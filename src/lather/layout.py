@@ -74,8 +74,8 @@ def team_of(
     if rank not in ranks:
         raise ValueError(f"rank {rank} is not one of the ranks {list(ranks)} of the process group that was given")
     first = ranks.index(rank) // size * size
-    members = tuple(ranks[first : first + size])
-    cells = tuple(members.index(r) for r in sorted(members))
+    members = ranks[first : first + size]
+    cells = tuple(sorted(range(size), key=members.__getitem__))
     return tuple(sorted(members)), inner if cells == tuple(range(size)) else replace(inner, cells=cells)
 
 

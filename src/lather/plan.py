@@ -21,7 +21,7 @@ from .roots import resolve
 
 GEOMETRY = ("max_preconditioner_dim", "merge_dims", "large_dim", "batch_dims", "precondition_1d")
 ALONE = Layout.everywhere(1)
-TRIES = 32  # holders of a block that are asked whether they are least loaded; with more, each holds next to nothing
+TRIES = 16  # holders of a block that are asked whether they are least loaded; with more, each holds next to nothing
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,8 @@ class Plan:
         """Direction pieces that the owner ``src`` sends the holder ``dst``."""
         for number in self._sequence(route, src):
             block = self.blocks[number]
-            if piece := block.region.meet(self.stored(block.param, dst)):
+            piece = block.region if route.gather else block.region.meet(self.stored(block.param, dst))
+            if piece:
                 yield Move(src, dst, number, piece)
 
     def _sequence(self, route: Route, owner: int) -> Iterator[int]:

@@ -16,8 +16,7 @@ from .checkpoint import state_shapes
 from .layout import team_of
 from .plan import Plan, Spec, make_plan, refresh_cost
 from .roots import resolve, spell
-from .scale import RankReport, block_bytes, layout_named, rank_report, scratch_bytes
-from .units import make_drafts
+from .scale import RankReport, block_bytes, layout_named, rank_report
 
 KINDS = {"L": "factors", "X": "roots", "Q": "basis", "m": "filtered gradient", "v": "graft moment"}
 
@@ -63,10 +62,11 @@ class PlanReport:
         self.banks = _bank_rows(plan)
         self.memory = _memory(plan)
         self.teams = [rank_report(plan, team, places[team] if places else None) for team in range(len(plan.teams))]
-        self.scratch_bytes = scratch_bytes(make_drafts(plan, [team.place for team in self.teams]))
+        self.scratch_bytes = max((team.scratch_bytes for team in self.teams), default=0)
         self.step_flops = sum(map(assign.step_flops, plan.blocks))
         self.refresh_flops = sum(
-            refresh_cost(b, plan.groups[plan.specs[b.param].group], plan.specs[b.param].device) for b in plan.blocks
+            len(numbers) * refresh_cost(plan.blocks[numbers[0]], plan.groups[key.group], key.device)
+            for key, numbers in plan.all_banks().items()
         )
 
     @property
@@ -155,8 +155,8 @@ def check_memory(plan: Plan, places: Sequence[int]) -> None:
         if limit is not None and total > limit:
             spec, side = _largest_factor(plan, device)
             raise ValueError(
-                f"the optimizer state would take {bytes_text(total)} but {device} has {bytes_text(limit)}; the largest factor is of side "
-                f"{side}, for parameter {spec.name} of shape {spec.shape}. Lower max_preconditioner_dim (now "
+                f"the optimizer state would take {bytes_text(total)} but {device} has {bytes_text(limit)}; the largest factor is "
+                f"of side {side}, for parameter {spec.name} of shape {spec.shape}. Lower max_preconditioner_dim (now "
                 f"{plan.groups[spec.group]['max_preconditioner_dim']}) or set large_dim='diagonal'"
             )
 
@@ -243,11 +243,42 @@ def _bank_cells(row: BankRow) -> tuple[str, ...]:
     return f"{row.group}:{row.method}", str(row.slots), _times(row.shape), solver, bytes_text(row.state_bytes)
 
 
+def scale_table(rows: Mapping[int, RankReport]) -> str:
+    """One line for each number of ranks; memory and traffic are those of the rank with the most state."""
+    head = (
+        "ranks",
+        "share",
+        "state/rank",
+        "mean",
+        "buffers",
+        "scratch",
+        "in/step",
+        "out/step",
+        "padding",
+        "work/rank",
+        "C(N)",
+    )
+    cells = [
+        (
+            str(ranks),
+            str(row.trainers),
+            *map(bytes_text, (row.state_bytes, row.state_bytes_mean, row.buffer_bytes, row.scratch_bytes)),
+            *map(bytes_text, (row.inbound_bytes, row.outbound_bytes)),
+            f"{row.padding:.1%}",
+            flops_text(row.work_max),
+            f"{row.imbalance:.3f}",
+            bytes_text(row.law_bytes),
+        )
+        for ranks, row in rows.items()
+    ]
+    return "\n".join(table((*head, "(4P/N + P) C(N)"), cells))
+
+
 def _team_line(team: RankReport) -> str:
     return (
         f"rank {team.place} of {team.trainers} that share this: state {bytes_text(team.state_bytes)}, buffers "
-        f"{bytes_text(team.buffer_bytes)}, {bytes_text(team.inbound_bytes)} of gradients in and {bytes_text(team.outbound_bytes)} of "
-        f"directions received per step, imbalance {team.imbalance:.3f}"
+        f"{bytes_text(team.buffer_bytes)}; received per step: gradients {bytes_text(team.inbound_bytes)}, directions "
+        f"{bytes_text(team.outbound_bytes)}; imbalance {team.imbalance:.3f}"
     )
 
 

@@ -52,7 +52,7 @@ def spread(mesh: DeviceMesh, *placements: Any) -> Callable[[Any, Tensor], Tensor
 
 
 def stored_few(params: dict[str, Tensor]) -> Stored:
-    """What this rank stores. ``full_tensor`` would not do: it ignores the order of ranks in a mesh."""
+    """What this rank stores of those that it stores something of."""
     return {name: (_numbers(p), local(p).clone()) for name, p in params.items() if is_here(p)}
 
 
@@ -70,7 +70,7 @@ def _numbers(p: Tensor) -> Tensor:
 # Meshes and gradients.
 
 
-def shuffled_mesh(ranks: Any, placements: tuple[Any, ...]) -> Stored:
+def train_on_mesh(ranks: Any, placements: tuple[Any, ...]) -> Stored:
     make = spread(DeviceMesh("cpu", torch.tensor(ranks)), *placements)
     return stored_few(train_few(make, make))
 
