@@ -29,7 +29,6 @@ import lather
 Options = dict[str, Any]
 Stored = dict[str, tuple[Tensor, Tensor]]  # parameter -> numbers of the elements that a rank stores, and their values
 
-STEPS = 20
 BASE: Options = {"lr": 0.05, "eps": 1e-6, "max_preconditioner_dim": 8, "precondition_frequency": 4}
 
 
@@ -191,6 +190,7 @@ class Case:
     groups: bool = False  # two param groups with different options
     optimizer: str = "shampoo"
     model: str = "toy"
+    steps: int = 12  # three refreshes of the roots
 
 
 class Run:
@@ -246,9 +246,9 @@ class Run:
         return {f"{name}/{key}" for name, state in zip(names, states, strict=True) for key in state}
 
 
-def train(layout: str, case: Case, steps: int = STEPS) -> Stored:
+def train(layout: str, case: Case) -> Stored:
     with expected_warnings(case):
-        return Run(layout, case).advance(1, steps).stored()
+        return Run(layout, case).advance(1, case.steps).stored()
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict as api
 from torch.distributed.tensor import DTensor
 
-from .cases import STEPS, Case, Run, Stored, changed, local, whole
+from .cases import Case, Run, Stored, changed, local, whole
 
-MIDDLE = STEPS // 2
+MIDDLE = 10
 FRESH = {"lr": 1e-4}  # what a checkpoint must overrule, together with the largest learning rate so far
 
 
@@ -56,11 +56,11 @@ def save(layout: str, case: Case, path: Path, way: Way) -> Stored:
         saved = dcp.async_save(
             contents(run, way), checkpoint_id=path, process_group=group, no_dist=not dist.is_initialized()
         )
-        run.advance(MIDDLE + 1, STEPS)
+        run.advance(MIDDLE + 1, case.steps)
         saved.result()
     else:
         dcp.save(contents(run, way), checkpoint_id=path, no_dist=not dist.is_initialized())
-        run.advance(MIDDLE + 1, STEPS)
+        run.advance(MIDDLE + 1, case.steps)
     return run.stored()
 
 
@@ -70,7 +70,7 @@ def resume(layout: str, case: Case, path: Path, way: Way) -> Stored:
     dcp.load(loaded, checkpoint_id=path, no_dist=not dist.is_initialized())
     api.set_model_state_dict(run.model, loaded["model"])
     api.set_optimizer_state_dict(run.model, run.opt, loaded["opt"], options=way.options())
-    return run.advance(MIDDLE + 1, STEPS).stored()
+    return run.advance(MIDDLE + 1, case.steps).stored()
 
 
 # One file.
@@ -85,7 +85,7 @@ def consolidate(layout: str, case: Case, path: Path, to: int = 0) -> Stored:
         state = run.opt.state_dict()
         check_plain(state)
         torch.save({"model": model, "opt": state}, path)
-    run.advance(MIDDLE + 1, STEPS)
+    run.advance(MIDDLE + 1, case.steps)
     assert all(entry["step"] > MIDDLE for entry in run.opt.state_dict()["state"].values()), (
         "the gathered state is stale"
     )
@@ -110,7 +110,7 @@ def load_file(layout: str, case: Case, path: Path) -> Run:
 
 
 def resume_file(layout: str, case: Case, path: Path) -> Stored:
-    return load_file(layout, case, path).advance(MIDDLE + 1, STEPS).stored()
+    return load_file(layout, case, path).advance(MIDDLE + 1, case.steps).stored()
 
 
 def write_own(layout: str, case: Case, folder: Path) -> None:

@@ -31,6 +31,7 @@ CASE = Case(
     },
     gaps=True,
     groups=True,
+    steps=16,
 )
 ORDINARY, FLAT, OFFLOADED, BACKGROUND = Way(), Way(flat=True), Way(offload=True), Way(background=True)
 ALL = ("one", "ddp2", "ddp3", "fsdp2", "fsdp3", "fsdp4", "hsdp22", "tp0x2", "tp1x2", "fsdp_tp22", "mixed2")
@@ -104,9 +105,9 @@ def test_another_number_of_trainers(
 @pytest.mark.parametrize(
     "case",
     [
-        Case({"root": "qr", "momentum": 0.5, "stages": 2}, dtype=torch.bfloat16),
-        Case({"root": "newton", "communication_dtype": "int8", "state_dtype": "bfloat16", "momentum": 0.9}),
-        Case({"large_dim": "diagonal", "graft": None, "precondition_1d": True, "eps": 1e-2}),
+        Case({"root": "qr", "momentum": 0.5, "stages": 2}, dtype=torch.bfloat16, steps=16),
+        Case({"root": "newton", "communication_dtype": "int8", "state_dtype": "bfloat16", "momentum": 0.9}, steps=16),
+        Case({"large_dim": "diagonal", "graft": None, "precondition_1d": True, "eps": 1e-2}, steps=16),
     ],
     ids=["qr", "int8", "diagonal"],
 )

@@ -81,7 +81,7 @@ def test_copies(layout: str, how: str, pools: Pools) -> None:
 @two
 def test_swapped_parameters(pools: Pools) -> None:
     options = {"momentum": 0.9, "weight_decay": 0.1}
-    expected = toy([cases.train("one", Case(options), 12)])
+    expected = toy([cases.train("one", Case(options))])
     cases.assert_same(toy(pools[2].run(edges.wrapped_then_swapped, options)), expected)
 
 
@@ -89,7 +89,7 @@ def test_swapped_parameters(pools: Pools) -> None:
 @pytest.mark.parametrize("layout", BOTH)
 def test_calls_on_one_rank(layout: str, pools: Pools) -> None:
     ours = toy(pools[2].run(edges.only_first_rank_looks, layout))
-    cases.assert_same(ours, toy([cases.train("one", Case({"momentum": 0.9}), 9)]))
+    cases.assert_same(ours, toy([cases.train("one", Case({"momentum": 0.9}, steps=9))]))
 
 
 @two

@@ -14,10 +14,13 @@ from .harness import Pools
 
 MOMENTUM: Options = {"momentum": 0.9, "nesterov": True, "dampening": 0.1}
 EVERYTHING = Case(
-    MOMENTUM | {"weight_decay": 0.1, "weight_decay_mode": "corrected", "refresh": "staggered"}, gaps=True, groups=True
+    MOMENTUM | {"weight_decay": 0.1, "weight_decay_mode": "corrected", "refresh": "staggered"},
+    gaps=True,
+    groups=True,
+    steps=20,
 )
 CASES: dict[str, Case] = {
-    "base": Case(),
+    "base": Case(steps=20),
     "everything": EVERYTHING,
     "decoupled": Case({"weight_decay": 0.1}),
     "corrected": Case({"weight_decay": 0.1, "weight_decay_mode": "corrected"}),
