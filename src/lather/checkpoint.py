@@ -76,7 +76,9 @@ def check_groups(state_dict: Mapping[str, Any], live: Sequence[Mapping[str, Any]
                 )
 
 
-def check_state(saved: Mapping[str, Any], needed: Mapping[str, Shape], known: Mapping[str, Shape], name: str) -> None:
+def check_state(
+    saved: Mapping[str, Any], needed: Mapping[str, Shape], known: Mapping[str, Shape], name: str, hint: str = ""
+) -> None:
     """Refuse the state of one parameter that does not fit, listing the first keys and the likely cause.
 
     ``needed`` is what this rank keeps, ``known`` what all ranks keep; a checkpoint may hold either.
@@ -87,17 +89,17 @@ def check_state(saved: Mapping[str, Any], needed: Mapping[str, Shape], known: Ma
             if len(missing) == len(needed)
             else "saved by one rank of several without consolidate_state_dict(), or cut short"
         )
-        raise ValueError(f"the checkpoint lacks {_few(missing)} for parameter {name}: it was probably {cause}")
+        raise ValueError(f"the checkpoint lacks {_few(missing)} for parameter {name}: it was probably {cause}{hint}")
     if extra := [k for k in saved if k not in known]:
         raise ValueError(
             f"the checkpoint holds {_few(extra)} for parameter {name}, which this optimizer does not have: other options or "
-            "another optimizer"
+            f"another optimizer{hint}"
         )
     for k in saved:
         if not isinstance(saved[k], Tensor) or saved[k].shape != known[k]:
             raise ValueError(
                 f"the checkpoint's {k} for parameter {name} is {_shape(saved[k])} where {known[k]} is expected: the "
-                "parameter had another shape when it was saved"
+                f"parameter had another shape when it was saved{hint}"
             )
 
 

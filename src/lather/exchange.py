@@ -122,9 +122,9 @@ def outbound_mail(plan: Plan, route: Route, me: int) -> tuple[Mail, Mail]:
 class Comm:
     """The process group of a team. It is found or made on the first use, which all its ranks come to together."""
 
-    def __init__(self, ranks: Sequence[int], known: Sequence[Any] = ()) -> None:
+    def __init__(self, ranks: Sequence[int], device: torch.device, known: Sequence[Any] = ()) -> None:
         self.ranks = tuple(ranks)
-        self._known = list(known)
+        self._device, self._known = device, list(known)
         self._group: Any = None
 
     @property
@@ -135,9 +135,8 @@ class Comm:
 
     @property
     def device(self) -> torch.device:
-        """Where a tensor must be for this group to send it."""
-        kinds = str(dist.get_backend_config(self.group))
-        return torch.device("cpu") if "cpu:" in kinds else torch.device("cuda", torch.cuda.current_device())
+        """Where a small tensor must be for this group to send it: on the host if it can, else beside the parameters."""
+        return torch.device("cpu") if "cpu:" in str(dist.get_backend_config(self.group)) else self._device
 
     def check_alive(self) -> None:
         try:

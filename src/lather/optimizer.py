@@ -244,7 +244,7 @@ class Shampoo(torch.optim.Optimizer):
 
     def _reset(self) -> None:
         self._signature: Any = None
-        self._meshes: list[tuple[Comm, set[int]]] = []
+        self._meshes: list[tuple[Comm, set[int]]] | None = None
         self._seen: dict[int, dict[str, Any]] = {}  # options that have been checked, by group
         self._views: list[dict[str, Tensor]] = []  # what was published in self.state
         self._params: list[Tensor] = []
@@ -312,17 +312,18 @@ class Shampoo(torch.optim.Optimizer):
 
     def _agreements(self) -> list[tuple[Comm, set[int]]]:
         """Process groups of all ranks that store a parameter, larger ones first, each with its parameters' numbers."""
-        if not self._meshes:
+        if self._meshes is None:
             world, known = self._world(), [self._process_group]
-            numbers = {id(p): i for i, p in enumerate(self._params)}
+            numbers = {id(p): {i} for i, p in enumerate(self._params)}  # frozen parameters have none
             members: dict[tuple[int, ...], set[int]] = {}
+            devices: dict[tuple[int, ...], torch.device] = {}
             for g, i, p in self._everything():
                 ranks = tuple(sorted(layout_of(p, world, _name(self.param_groups[g], g, i))[0]))
-                members.setdefault(ranks, set()).add(numbers.get(id(p), -1))
+                members.setdefault(ranks, set()).update(numbers.get(id(p), ()))
+                devices[ranks] = p.device
                 known += groups_of(p)
-            self._meshes = [
-                (Comm(ranks, known), members[ranks]) for ranks in sorted(members, key=_order) if len(ranks) > 1
-            ]
+            shared = [ranks for ranks in sorted(members, key=_order) if len(ranks) > 1]
+            self._meshes = [(Comm(ranks, devices[ranks], known), members[ranks]) for ranks in shared]
         return self._meshes
 
     def _facts(self, members: set[int], error: Exception | None) -> dict[str, str]:
@@ -410,14 +411,15 @@ class Shampoo(torch.optim.Optimizer):
         old_banks = {identity(bank, self._params): bank for bank in self._banks}
         banks = make_banks(plan, places, params, self.param_groups, old_banks)
         old_state = {p: self.state[p] for p in params if p in self.state} if self._started() else {}
-        self._plan, self._params, self._banks, self._meshes = plan, params, banks, []
+        self._plan, self._params, self._banks, self._meshes = plan, params, banks, None
         self._publish(places, old_state)
         for bank in banks:
             if old_state and bank not in old_banks.values():
                 bank.state_changed(self.param_groups[bank.key.group])
         self._steps = checkpoint.counts(self._step_tensor)
         known = [self._process_group, *(group for p in params for group in groups_of(p))]
-        comms = [Comm(ranks, known) for ranks in plan.teams]
+        devices = {spec.team: p.device for spec, p in zip(plan.specs, params, strict=True)}
+        comms = [Comm(ranks, devices[team], known) for team, ranks in enumerate(plan.teams)]
         self._comms = {team: comm for team, comm in enumerate(comms) if len(comm.ranks) > 1}
         self._units = make_units(plan, places, banks, comms, params)
         self._watch.keep(banks)
@@ -506,7 +508,13 @@ class Shampoo(torch.optim.Optimizer):
         needed = checkpoint.expected_shapes(plan, plan.banks_of(self._places(plan)))
         known = checkpoint.expected_shapes(plan, plan.all_banks())
         for i, (*_, p) in enumerate(trainable):
-            checkpoint.check_state(saved[p], needed[i], known[i], plan.specs[i].name)
+            spec = plan.specs[i]
+            hint = (
+                ", or sharded otherwise, which blocks='local' depends on"
+                if groups[spec.group]["blocks"] == "local"
+                else ""
+            )
+            checkpoint.check_state(saved[p], needed[i], known[i], spec.name, hint)
         return {p: saved[p] for *_, p in trainable}
 
     def __getstate__(self) -> dict[str, Any]:

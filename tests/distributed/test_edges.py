@@ -10,9 +10,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 from . import cases, edges
 from .cases import Case
+from .conftest import in_world
 from .harness import Pools
 
-two, four = pytest.mark.xdist_group("world 2"), pytest.mark.xdist_group("world 4")
+two, four = in_world(2), in_world(4)
 BOTH = ["ddp2", "fsdp2"]
 
 

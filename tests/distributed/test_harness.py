@@ -9,11 +9,8 @@ import torch.distributed as dist
 
 from . import cases
 from .cases import LAYOUTS, Case
+from .conftest import in_world
 from .harness import Failed, Hang, Pool, Pools
-
-
-def in_world(layout: str) -> pytest.MarkDecorator:
-    return pytest.mark.xdist_group(f"world {LAYOUTS[layout].world}")
 
 
 def rank_plus(number: int) -> int:

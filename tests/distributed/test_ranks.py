@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from . import cases
+from .conftest import in_world
 from .harness import Outcome, Pools
 
-pytestmark = pytest.mark.xdist_group("world 2")
+pytestmark = in_world(2)
 
 
 def refused(outcomes: list[Outcome], *words: str) -> None:
