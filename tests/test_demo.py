@@ -100,11 +100,12 @@ def test_missing_extra_says_what_to_install(
         ("demo --epochs many", "--epochs"),
         ("demo --repeats 0", "--repeats"),
         ("demo --seed -1", "--seed"),
-        ("plan", "--shapes"),
-        ("plan --shapes w", "'w'"),
-        ("plan --shapes w=2,w=3", "'w=3'"),
-        ("plan --shapes w=64*32", "'64*32'"),
-        ("plan --shapes w=64 --max-preconditioner-dim x", "--max-preconditioner-dim"),
+        ("plan", "MODEL_OR_SHAPES"),
+        ("plan gpt2 --ranks 0", "--ranks"),
+        ("plan w", "'w'"),
+        ("plan w=2,w=3", "'w=3'"),
+        ("plan w=64*32", "'64*32'"),
+        ("plan w=64 --max-preconditioner-dim x", "--max-preconditioner-dim"),
     ],
 )
 def test_wrong_arguments_exit_with_a_message(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +118,7 @@ def test_wrong_arguments_exit_with_a_message(line: str, message: str, capsys: py
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (["plan", "--shapes", "w=64x32", "--max-preconditioner-dim", "0"], "max_preconditioner_dim"),
+        (["plan", "w=64x32", "--max-preconditioner-dim", "0"], "max_preconditioner_dim"),
         (["demo", "--out", __file__], "exists"),
     ],
 )
@@ -129,7 +130,7 @@ def test_what_cannot_be_done_exits_with_a_message(
 
 
 def test_plan_prints_the_report_or_json(capsys: pytest.CaptureFixture[str]) -> None:
-    shapes = ["plan", "--shapes", "w=64x32,b=64", "--max-preconditioner-dim", "32"]
+    shapes = ["plan", "w=64x32,b=64", "--max-preconditioner-dim", "32"]
     assert main(shapes) == 0
     assert "2 of 32 x 32" in capsys.readouterr().out
     assert main([*shapes, "--json"]) == 0

@@ -99,6 +99,7 @@ def test_killed_job_resumes_from_its_last_checkpoint(undisturbed: Path, tmp_path
         output = finish(job)
     assert job.returncode != 0 and "saved step 60" not in output
     assert not any(map(alive, workers))
+    (folder / "saving").mkdir(exist_ok=True)  # as if it had come in the middle of a checkpoint
 
     output = run(2, "train_fsdp2.py", "--checkpoint", folder, "--save-final", tmp_path / "final.pt")
     resumed = int(re.search(r"resumed at step (\d+) on 2 ranks", output)[1])

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import groupby
 
 from .blocks import Block
 from .roots import RootSolver
@@ -45,29 +47,87 @@ def greedy(
 ) -> list[int]:
     """Longest processing time first: the bin of every item, the next largest always to the least loaded bin.
 
-    Ties go to a bin that the item prefers, else to the lowest; an item with ``only`` goes to the least loaded of those.
-    Items of equal cost keep their order.
+    Items of equal cost may change places without changing any load, so they go to bins that they prefer as far as that
+    is possible. An item with ``only`` goes to the least loaded of those. Deterministic; ties go to lower numbers.
 
     >>> greedy([3, 1, 2, 2], 2)
     [0, 0, 1, 1]
     >>> greedy([1, 1], 2, prefer=lambda item: [1 - item])
     [1, 0]
     """
-    loads: list[float] = [0] * bins
-    heap = [(load, index) for index, load in enumerate(loads)]
+    loads = _Loads(bins)
     chosen = [0] * len(costs)
-    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        while heap[0][0] != loads[heap[0][1]]:  # an entry from before that bin was given more
-            heapq.heappop(heap)
-        least, index = heap[0]
-        if allowed := only(item):
-            index = min(allowed, key=lambda b: (loads[b], b))
-        else:
-            index = next((b for b in prefer(item) if loads[b] == least), index)
-        chosen[item] = index
-        loads[index] += costs[item]
-        heapq.heappush(heap, (loads[index], index))
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    for cost, alike in groupby(order, key=lambda i: costs[i]):
+        free = []
+        for item in alike:
+            if allowed := only(item):
+                chosen[item] = min(allowed, key=lambda b: (loads.of[b], b))
+                loads.add(chosen[item], cost)
+            else:
+                free.append(item)
+        for item, index in _match(free, *loads.shares(cost, len(free)), prefer):
+            chosen[item] = index
+            loads.add(index, cost)
     return chosen
+
+
+class _Loads:
+    """What bins carry, and which carry least."""
+
+    def __init__(self, bins: int) -> None:
+        self.of: list[float] = [0] * bins
+        self._heap: list[tuple[float, int]] = [(0, index) for index in range(bins)]
+
+    def add(self, index: int, cost: float) -> None:
+        self.of[index] += cost
+        heapq.heappush(self._heap, (self.of[index], index))
+
+    def shares(self, cost: float, count: int) -> tuple[list[int], list[int]]:
+        """Where ``count`` items of a cost go: bins that get one each time they are listed, and bins that tie for the rest."""
+        heap, extra = self._heap, [0.0] * len(self.of)
+        listed: list[int] = []
+        least = 0.0
+        while count > len(listed):
+            tied: list[int] = []
+            while heap and (not tied or heap[0][0] == least):
+                load, index = heapq.heappop(heap)
+                if load == self.of[index] + extra[index] and index not in tied[-1:]:  # else it is out of date
+                    least = load
+                    tied.append(index)
+            full = count - len(listed) >= len(tied)
+            for index in tied:
+                extra[index] += cost if full else 0
+                heapq.heappush(heap, (self.of[index] + extra[index], index))
+            if not full:
+                return listed, tied
+            listed += tied
+        return listed, []
+
+
+def _match(
+    items: Sequence[int], listed: Sequence[int], tied: Sequence[int], prefer: Callable[[int], Iterable[int]]
+) -> Iterator[tuple[int, int]]:
+    """Give items to bins, first to those they prefer, then in order."""
+    places, spare = Counter(listed), dict.fromkeys(tied)
+    spares, left = len(items) - len(listed), []
+    for item in items:
+        index = next((b for b in prefer(item) if places[b] or (spares and b in spare)), None)
+        if index is None:
+            left.append(item)
+            continue
+        if places[index]:
+            places[index] -= 1
+        else:
+            del spare[index]
+            spares -= 1
+        yield item, index
+    rest = []
+    for index in listed:
+        if places[index]:
+            places[index] -= 1
+            rest.append(index)
+    yield from zip(left, [*rest, *spare], strict=False)
 
 
 def imbalance(loads: Sequence[float]) -> float:
