@@ -108,7 +108,7 @@ def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Op
 
 
 def set_lr(opt: torch.optim.Optimizer, args: argparse.Namespace, step: int) -> None:
-    """Linear warm-up over a tenth of the steps, then a cosine to a tenth. From the step alone: nothing to checkpoint."""
+    """Linear warm-up over a tenth of the steps, then a cosine to a tenth; from the step alone, so nothing to save."""
     warm = max(1, args.steps // 10)
     cosine = 0.5 + 0.5 * math.cos(math.pi * max(0, step - warm) / max(1, args.steps - warm))
     for group in opt.param_groups:
@@ -138,8 +138,11 @@ def windows(text: Tensor, starts: Tensor, context: int) -> Tensor:
 
 
 def share_of_loss(model: nn.Module, batch: Tensor, rank: int, ranks: int) -> Tensor:
-    """This rank's part of the mean loss over the batch, times the number of ranks: the mean over ranks is then that mean,
-    also when the batch does not divide evenly, and that of the gradients, which DDP and FSDP2 take, is its gradient."""
+    """This rank's part of the mean loss over the batch, times the number of ranks.
+
+    The mean over ranks is then that loss, also when the batch does not divide evenly, and the mean of the gradients, which
+    DDP and FSDP2 take, is its gradient.
+    """
     mine = batch.tensor_split(ranks)[rank].to(next(model.parameters()).device)
     return model(mine) * ranks / batch[:, 1:].numel()
 

@@ -1,4 +1,4 @@
-"""Train a small language model with FSDP2, on request also HSDP or tensor parallelism; checkpoints reshard to any ranks.
+"""Train a small language model with FSDP2, by flags also HSDP and tensor parallelism; checkpoints load on any ranks.
 
     torchrun --nproc-per-node 2 examples/train_fsdp2.py
     torchrun --nproc-per-node 4 examples/train_fsdp2.py --replicate 2     # HSDP: 2 replicas of 2 shards
@@ -91,7 +91,7 @@ def distribute(model: common.Model, mesh: DeviceMesh, args: argparse.Namespace) 
 
 
 def save(folder: Path, model: nn.Module, opt: torch.optim.Optimizer, step: int) -> None:
-    """Every rank writes what it holds, under another name that rank 0 changes at the end: step-* folders are complete."""
+    """Every rank writes what it holds, under a name that rank 0 changes at the end: step-* folders are complete."""
     if dist.get_rank() == 0:
         shutil.rmtree(folder / "saving", ignore_errors=True)  # of a job that was killed here
     dist.barrier()

@@ -21,8 +21,8 @@ TINY = (*SIZES, "--steps=60", "--print-every=10", "--save-every=10")
 SECONDS = 120  # for one run, which takes about 6
 
 # Another number of ranks adds up the gradients of a batch in another order, and inverse roots amplify the rounding where
-# there is next to no gradient: final parameters, of size 1, then differ by 5e-6 in float64 (4e-2 in float32, where the test would
-# be worth nothing). With the last ten steps missing they differ by 5e-2, with the optimizer's state lost at step 50 by 3e-2.
+# there is next to no gradient. Final parameters, of size 1, then differ by 5e-6 in float64; in float32 by 4e-2, which would
+# hide mistakes: without the last ten steps they differ by 5e-2, with the optimizer's state lost at step 50 by 3e-2.
 TOLERANCE = 1e-4
 
 

@@ -151,7 +151,7 @@ class Plan:
             if key.route == route:
                 yield from numbers
 
-    def offsets(self, group: int, team: int) -> dict[int, int]:
+    def offsets(self, group: int, team: int = 0) -> dict[int, int]:
         """For ``refresh="staggered"``: each block's step inside the period, so that every step has the same work.
 
         Depends on all blocks of the group, not on who owns them, so it is the same for any number of ranks.

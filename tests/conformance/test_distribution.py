@@ -88,6 +88,16 @@ def test_owners_get_every_gradient_once_and_holders_every_direction(plan: Plan):
 
 
 @given(plans())
+def test_a_plan_is_a_function_of_its_input(plan: Plan):
+    assert make_plan(list(plan.specs), list(plan.groups), plan.teams).owners == plan.owners  # stages have no say
+    banks = [plan.banks(0, place) for place in range(len(plan.teams[0]))]
+    assert sorted(n for bank in banks for numbers in bank.values() for n in numbers) == list(range(len(plan.blocks)))
+    if plan.groups[0]["blocks"] == "global":
+        alone = make_plan([Spec(s.name, s.shape, 0) for s in plan.specs], plan.groups)
+        assert alone.blocks == plan.blocks  # blocks know nothing of ranks
+
+
+@given(plans())
 def test_both_ends_of_a_message_agree(plan: Plan):
     places = range(len(plan.teams[0]))
     for route in plan.routes:

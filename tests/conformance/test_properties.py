@@ -14,9 +14,10 @@ from torch import Tensor
 
 import lather
 from lather.assign import greedy
-from lather.blocks import Block, Region, cut, merge_dims, pieces
-from lather.plan import GEOMETRY, Plan, Run, Spec, coalesce, make_plan
+from lather.blocks import Block, Layout, Region, cut, merge_dims, pieces
+from lather.plan import GEOMETRY, Spec, make_plan
 from lather.reference import Reference
+from lather.runs import Run, coalesce
 from lather.schedule import is_due
 
 Shape = tuple[int, ...]
@@ -475,17 +476,19 @@ def check_runs(blocks: Sequence[Block], tensors: Sequence[Tensor], skipped: Iter
     """Coalesced or one by one, the same elements go to the same slots, and back. Some slots may be skipped."""
     slots = [i for i in range(99 + len(blocks)) if i not in set(skipped)][: len(blocks)]
     stack = torch.zeros(max(slots, default=0) + 1, *(blocks[0].shape if blocks else ()), dtype=torch.int64)
-    runs = coalesce(Run(b.param, slot, b.region.start, b.region.shape) for slot, b in zip(slots, blocks, strict=True))
-    assert [slot for run in runs for slot in range(run.slot, run.slot + run.size)] == slots
+    size = blocks[0].region.numel if blocks else 1
+    pairs = zip(slots, blocks, strict=True)
+    runs = coalesce(Run(b.param, slot * size, b.region.start, b.region.shape) for slot, b in pairs)
+    assert [slot for run in runs for slot in range(run.offset // size, (run.offset + run.numel) // size)] == slots
     for run in runs:
-        run.of_stack(stack).copy_(run.of_param(tensors[run.param]))
+        run.of_flat(stack.view(-1)).copy_(run.of_tensor(tensors[run.key]))
     for slot, b in zip(slots, blocks, strict=True):
         assert torch.equal(stack[slot], tensors[b.param][box(b.region)].reshape(b.shape))
     blank = [torch.zeros_like(x) for x in tensors]
     for x, y in zip(tensors, blank, strict=True):
         assert x.stride() == y.stride()
     for run in runs:
-        run.of_param(blank[run.param]).copy_(run.of_stack(stack))
+        run.of_tensor(blank[run.key]).copy_(run.of_flat(stack.view(-1)))
     for i, (x, y) in enumerate(zip(tensors, blank, strict=True)):
         held = count(tuple(x.shape), [b.region for b in blocks if b.param == i])
         assert torch.equal(y, x * held)
@@ -578,73 +581,16 @@ def group_of(**options: Any) -> Options:
     return group
 
 
-def shards(shape: Shape, ranks: Sequence[int], dim: int) -> dict[int, Region]:
-    """Chunks of ceil(n / ranks) along a dimension, as torch cuts them: the last ranks may hold nothing."""
-    size = -(-shape[dim] // len(ranks))
-    whole = Region.whole(shape)
-    ends = [min(i * size, shape[dim]) for i in range(len(ranks) + 1)]
-    return {
-        rank: Region((*whole.start[:dim], a, *whole.start[dim + 1 :]), (*whole.stop[:dim], b, *whole.stop[dim + 1 :]))
-        for rank, a, b in zip(ranks, ends, ends[1:], strict=False)
-    }
-
-
-@st.composite
-def layouts(draw: Any, shape: Shape, ranks: int) -> dict[int, Region]:
-    """Replicated, sharded along some dimension, or both: replicas of a sharding."""
-    replicas = draw(st.sampled_from([n for n in (1, 2, ranks) if ranks % n == 0]))
-    if replicas == ranks or not shape:
-        return dict.fromkeys(range(ranks), Region.whole(shape))
-    dim, inner = draw(st.integers(0, len(shape) - 1)), ranks // replicas
-    return {k: v for i in range(replicas) for k, v in shards(shape, range(i * inner, (i + 1) * inner), dim).items()}
-
-
-@st.composite
-def planned(draw: Any) -> tuple[Plan, list[dict[int, Region]], Callable[[], Plan]]:
-    ranks = draw(st.integers(1, 6))
-    cases = draw(st.lists(shapes, min_size=1, max_size=4))
-    specs = [Spec(f"p{i}", shape, draw(st.integers(0, 1))) for i, shape in enumerate(cases)]
-    groups = [group_of(max_preconditioner_dim=5), group_of(max_preconditioner_dim=3, large_dim="diagonal", graft=None)]
-    stored = [draw(layouts(shape, ranks)) for shape in cases]
-    return make_plan(specs, groups, stored), stored, lambda: make_plan(list(specs), groups, [dict(s) for s in stored])
-
-
-@given(planned())
-def test_moves_carry_every_element_once(case: tuple[Plan, list[dict[int, Region]], Callable[[], Plan]]) -> None:
-    plan, stored, again = case
-    assert again() == plan
-    alone = make_plan(plan.specs, plan.groups, [{0: Region.whole(spec.shape)} for spec in plan.specs])
-    assert alone.blocks == plan.blocks  # blocks know nothing of ranks
-    for number, (block, owner) in enumerate(zip(plan.blocks, plan.owners, strict=True)):
-        held, shape = stored[block.param], plan.specs[block.param].shape
-        whole = count(shape, [block.region])
-        inbound = [m for m in plan.inbound if m.block == number]
-        assert torch.equal(count(shape, [m.region for m in inbound]), whole)
-        for move in inbound:
-            assert move.dst == owner
-            assert move.region.meet(held[move.src]) == move.region
-            assert move.src == owner or move.region.meet(held.get(owner, Region.whole((0,) * len(shape)))) is None
-        outbound = [m for m in plan.outbound if m.block == number]
-        assert {m.src for m in outbound} == {owner}
-        for rank, region in held.items():
-            expected = count(shape, [region]) * whole
-            assert torch.equal(count(shape, [m.region for m in outbound if m.dst == rank]), expected)
-    banks = [plan.banks(rank) for rank in range(6)]
-    owned = sorted(number for bank in banks for numbers in bank.values() for number in numbers)
-    assert owned == list(range(len(plan.blocks)))
-
-
 def test_owners_are_balanced_and_offsets_flat() -> None:
     shapes: list[Shape] = [(64, 64)] * 3 + [(32, 48), (16, 64), (100,), (8, 8)]
     group = group_of(max_preconditioner_dim=16, precondition_frequency=7, refresh="staggered")
-    stored = [dict.fromkeys(range(4), Region.whole(s)) for s in shapes]
-    specs = [Spec(str(i), s, 0) for i, s in enumerate(shapes)]
-    plan = make_plan(specs, [group], stored)
+    specs = [Spec(str(i), s, 0, layout=Layout.everywhere(4)) for i, s in enumerate(shapes)]
+    plan = make_plan(specs, [group], [range(4)])
     full = [i for i, b in enumerate(plan.blocks) if b.shape == (16, 16)]
     for choice, bins in ((dict(enumerate(plan.owners)), 4), (plan.offsets(0), 7)):
         per_bin = [sum(choice[i] == index for i in full) for index in range(bins)]
         assert max(per_bin) - min(per_bin) <= 1
     assert plan.offsets(0).keys() == {i for i, b in enumerate(plan.blocks) if b.modes}
     assert set(plan.offsets(0).values()) == set(range(7))
-    single = make_plan(specs, [group], [{0: Region.whole(s)} for s in shapes])
+    single = make_plan([Spec(str(i), s, 0) for i, s in enumerate(shapes)], [group])
     assert single.offsets(0) == plan.offsets(0)  # when a block is refreshed does not depend on who owns it
