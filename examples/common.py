@@ -140,8 +140,8 @@ def windows(text: Tensor, starts: Tensor, context: int) -> Tensor:
 def share_of_loss(model: nn.Module, batch: Tensor, rank: int, ranks: int) -> Tensor:
     """This rank's part of the mean loss over the batch, times the number of ranks.
 
-    The mean over ranks is then that loss, also when the batch does not divide evenly, and the mean of the gradients, which
-    DDP and FSDP2 take, is its gradient.
+    The mean over ranks is then that loss, also when the batch does not divide evenly, and the mean of the gradients,
+    which DDP and FSDP2 take, is its gradient.
     """
     mine = batch.tensor_split(ranks)[rank].to(next(model.parameters()).device)
     return model(mine) * ranks / batch[:, 1:].numel()

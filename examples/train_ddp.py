@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/train_ddp.py --checkpoint run --stop-after 100
     torchrun --nproc-per-node 3 examples/train_ddp.py --checkpoint run    # goes on at step 100
 
-Under DDP every rank has all parameters and gradients; lather divides the work and the optimizer's state among the ranks.
+Under DDP every rank has all parameters and gradients; lather divides the work and its state among the ranks.
 """
 
 from __future__ import annotations

@@ -20,9 +20,10 @@ SIZES = ("--width=16", "--layers=1", "--batch=12", "--context=32", "--lr=0.01", 
 TINY = (*SIZES, "--steps=60", "--print-every=10", "--save-every=10")
 SECONDS = 120  # for one run, which takes about 6
 
-# Another number of ranks adds up the gradients of a batch in another order, and inverse roots amplify the rounding where
-# there is next to no gradient. Final parameters, of size 1, then differ by 5e-6 in float64; in float32 by 4e-2, which would
-# hide mistakes: without the last ten steps they differ by 5e-2, with the optimizer's state lost at step 50 by 3e-2.
+# Another number of ranks adds up the gradients of a batch in another order, and inverse roots amplify the rounding
+# where there is next to no gradient. Final parameters, of size 1, then differ by 5e-6 in float64; in float32 by 4e-2,
+# which would hide mistakes: without the last ten steps they differ by 5e-2, with the optimizer's state lost at step 50
+# by 3e-2.
 TOLERANCE = 1e-4
 
 

@@ -1,0 +1,30 @@
+"""What lather thinks a rank stores is what torch lets it store."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lather.layout import stored_regions
+
+from .cases import LAYOUTS, lay_out, places
+from .conftest import in_world
+from .harness import Pools
+
+
+def regions_against_torch(layout: str) -> list[str]:
+    """Names of parameters of which this rank stores other elements than it should."""
+    model, mine = lay_out(layout, "toy", lambda _, shape: torch.zeros(shape)), places(layout, "toy")
+    wrong = []
+    for name, p in model.named_parameters():
+        region = stored_regions(p, range(dist.get_world_size()))[dist.get_rank()]
+        numbers = torch.arange(p.numel()).view(p.shape)[tuple(map(slice, region.start, region.stop))]
+        if not torch.equal(numbers, mine[name]):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=in_world(name)) for name in LAYOUTS if name != "one"])
+def test_regions(layout: str, pools: Pools) -> None:
+    assert pools[LAYOUTS[layout].world].run(regions_against_torch, layout) == [[]] * LAYOUTS[layout].world

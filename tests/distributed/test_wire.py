@@ -1,0 +1,82 @@
+"""What can be counted: bytes on the wire and collectives per step are those that the plan says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import lather
+
+from .cases import LAYOUTS, Case, Options, Run
+from .conftest import in_world
+from .harness import Pools
+
+WIRES: dict[str, Options] = {
+    "float32": {},
+    "bfloat16": {"communication_dtype": "bfloat16", "stages": 2},
+    "int8": {"communication_dtype": "int8"},
+    "local": {"blocks": "local"},
+}
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Bytes that come from other ranks, and calls, of every collective there is."""
+    count: Counter[str] = Counter()
+    real = {name: getattr(dist, name) for name in ("all_gather_into_tensor", "all_to_all_single")}
+    others = ["all_reduce", "all_gather", "broadcast", "reduce_scatter_tensor", "all_gather_object"]
+    real |= {name: getattr(dist, name) for name in others}
+
+    def gather(received: Any, sent: Any, **options: Any) -> Any:
+        count.update({"outbound": received.nbytes - sent.nbytes, "gather": 1})
+        return real["all_gather_into_tensor"](received, sent, **options)
+
+    def swap(received: Any, sent: Any, into: Any, out: Any, **options: Any) -> Any:
+        size, me = received.element_size(), dist.get_rank(options["group"])
+        count.update({"swapped": size * (sum(into) - into[me]), "swap": 1})
+        return real["all_to_all_single"](received, sent, into, out, **options)
+
+    def other(name: str) -> Any:
+        return lambda *args, **options: (count.update({name: 1}), real[name](*args, **options))[1]
+
+    fakes = {"all_gather_into_tensor": gather, "all_to_all_single": swap} | {name: other(name) for name in others}
+    try:
+        for name, fake in fakes.items():
+            setattr(dist, name, fake)
+        yield count
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)
+
+
+def steps_counted(layout: str, options: Options) -> tuple[lather.PlanReport, Counter[str], Counter[str]]:
+    """The plan, a plain step, and one that refreshes."""
+    run = Run(layout, Case(options)).advance(1, 1)
+    with counted() as plain:
+        run.advance(2, 2)
+    run.advance(3, 3)
+    with counted() as refreshing:
+        run.advance(4, 4)
+    return run.opt.plan(), plain, refreshing
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=in_world(name)) for name in LAYOUTS if name != "one"])
+def test_bytes_are_those_of_the_plan(layout: str, wire: str, pools: Pools) -> None:
+    options = WIRES[wire]
+    for report, plain, refreshing in pools[LAYOUTS[layout].world].run(steps_counted, layout, options):
+        expected = sum(team.inbound_bytes + team.outbound_bytes for team in report.teams)
+        for count in (plain, refreshing):
+            assert count["outbound"] + count["swapped"] == expected
+        assert not {name for name in plain if name not in ("outbound", "swapped", "gather", "swap")}
+        if layout.startswith("ddp"):
+            assert (plain["gather"], plain["swap"]) == (options.get("stages", 1), 0)
+        if layout.startswith("fsdp") and wire == "float32":  # gradients in, directions out, and a plain scalar
+            assert plain["swap"] <= 2 * len(report.teams) and plain["gather"] <= 1
+        if wire == "local":
+            assert sum(team.inbound_bytes for team in report.teams) == 0
