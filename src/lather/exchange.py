@@ -179,9 +179,9 @@ class Comm:
         )
 
     def gather(self, received: Tensor, sent: Tensor) -> Any:
-        return dist.all_gather_into_tensor(
-            received.view(torch.uint8), sent.view(torch.uint8), group=self.group, async_op=True
-        )
+        name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its older name
+        call = getattr(dist, name)
+        return call(received.view(torch.uint8), sent.view(torch.uint8), group=self.group, async_op=True)
 
     def send(self, tensor: Tensor, place: int) -> None:
         dist.send(tensor, self.ranks[place], group=self.group)

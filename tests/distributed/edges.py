@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import lather
 
-from .cases import BASE, Case, Options, Run, Stored, fsdp, local, mesh_of, noise
+from .cases import BASE, Case, Options, Run, Stored, fsdp, local, mesh_of, noise, train
 
 SHAPES = {"a": (9, 7), "b": (9, 7), "c": (4, 6), "d": (5,)}
 STEPS = 9
@@ -128,6 +128,12 @@ def empty_parameter(sharded: bool) -> Stored:
         opt.step()
     opt.consolidate_state_dict()
     return stored_few({"empty": params[0], "full": params[1]})
+
+
+def teams_beside_other_groups() -> Stored:
+    """Torch names a group made by its members alone after how many groups they have, which differs here."""
+    dist.new_group([0])
+    return train("ddp4", Case({"num_trainers_per_group": 2}))
 
 
 # Groups, frozen parameters, copies.

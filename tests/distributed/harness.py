@@ -34,7 +34,7 @@ PRELOAD = [
     "torch.distributed.tensor.parallel",
 ]
 TIMEOUT = 60.0
-START = 60.0  # on top of the first case of a pool: importing torch takes its time
+START = 20.0  # on top of the first case of a pool: importing torch takes its time
 GRACE = 4.0  # once a rank has failed the others probably wait for it in vain
 
 

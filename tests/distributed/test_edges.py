@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 from . import cases, edges
 from .cases import Case
 from .conftest import in_world
-from .harness import Pools
+from .harness import Pool, Pools
 
 two, four = in_world(2), in_world(4)
 BOTH = ["ddp2", "fsdp2"]
@@ -45,6 +45,15 @@ def test_a_mesh_whose_ranks_are_not_in_order(placements: Any, pools: Pools) -> N
 )
 def test_parameters_on_some_ranks(ranks: dict[str, list[int]], pools: Pools) -> None:
     check_few(pools[4].run(edges.separate_meshes, ranks))
+
+
+@four
+def test_ranks_with_different_numbers_of_process_groups() -> None:
+    pool = Pool(4)  # a fresh one, in which no team has been made
+    try:
+        cases.assert_same(toy(pool.run(edges.teams_beside_other_groups, timeout=20)), cases.alone(Case()))
+    finally:
+        pool.close()
 
 
 @two

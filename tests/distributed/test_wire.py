@@ -28,13 +28,14 @@ WIRES: dict[str, Options] = {
 def counted() -> Iterator[Counter[str]]:
     """Bytes that come from other ranks, and calls, of every collective there is."""
     count: Counter[str] = Counter()
-    real = {name: getattr(dist, name) for name in ("all_gather_into_tensor", "all_to_all_single")}
+    gathering = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    real = {name: getattr(dist, name) for name in (gathering, "all_to_all_single")}
     others = ["all_reduce", "all_gather", "broadcast", "reduce_scatter_tensor", "all_gather_object"]
     real |= {name: getattr(dist, name) for name in others}
 
     def gather(received: Any, sent: Any, **options: Any) -> Any:
         count.update({"outbound": received.nbytes - sent.nbytes, "gather": 1})
-        return real["all_gather_into_tensor"](received, sent, **options)
+        return real[gathering](received, sent, **options)
 
     def swap(received: Any, sent: Any, into: Any, out: Any, **options: Any) -> Any:
         size, me = received.element_size(), dist.get_rank(options["group"])
@@ -44,7 +45,7 @@ def counted() -> Iterator[Counter[str]]:
     def other(name: str) -> Any:
         return lambda *args, **options: (count.update({name: 1}), real[name](*args, **options))[1]
 
-    fakes = {"all_gather_into_tensor": gather, "all_to_all_single": swap} | {name: other(name) for name in others}
+    fakes = {gathering: gather, "all_to_all_single": swap} | {name: other(name) for name in others}
     try:
         for name, fake in fakes.items():
             setattr(dist, name, fake)
