@@ -20,9 +20,13 @@ pytestmark = in_world(2)
 
 def run_snippet(code: str, folder: str) -> int:
     """In a folder of its own; the number of tensors in the state that is complete in the end."""
-    os.chdir(folder)
     scope: dict[str, Any] = {"lather": lather, "model": torch.nn.Linear(4, 3)}
-    exec(compile(code, "README.md", "exec"), scope)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        exec(compile(code, "README.md", "exec"), scope)
+    finally:
+        os.chdir(before)
     return sum(len(entry) for entry in scope["opt"].state_dict()["state"].values())
 
 

@@ -1,0 +1,111 @@
+"""The exchange on NCCL. One device makes a world of one, so its blocks are made to travel to itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lather
+from lather import plan
+from lather.exchange import Comm, agree
+from lather.options import wire_dtype
+from lather.units import make_units
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or not dist.is_nccl_available(), reason="needs a CUDA device and NCCL"
+)
+SHAPES = [(40, 24), (40, 24), (7, 130), (16, 3, 3, 3), (33,), ()]
+
+
+@pytest.fixture(autouse=True)
+def _world(tmp_path: Path) -> Iterator[None]:
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def train(route: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in SHAPES]
+    with monkeypatch.context() as patch:
+        if route:
+            patch.setattr(plan, "_route", route)
+            patch.setattr("lather.optimizer.make_units", _checked)
+        opt = lather.Shampoo(params, precondition_frequency=4, max_preconditioner_dim=32, momentum=0.9, **options)
+        for _ in range(10):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            opt.step()
+    return [p.detach() for p in params]
+
+
+def _checked(*args: Any) -> Any:
+    """Make sure that everything travels."""
+    units = make_units(*args)
+    assert all(unit.outbound for unit in units)
+    return units
+
+
+def gathered(spec: plan.Spec, options: Any) -> plan.Route:
+    return plan.Route(spec.team, outbound=wire_dtype(options), gather=True)
+
+
+def swapped(spec: plan.Spec, options: Any) -> plan.Route:
+    return plan.Route(spec.team, "float32", wire_dtype(options))
+
+
+@pytest.mark.parametrize("wire", [None, "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("route", [gathered, swapped])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_travelling_changes_nothing(route, wire, stages, monkeypatch):
+    options = {"communication_dtype": wire, "weight_decay": 0.1, "stages": stages}
+    there = train(route, monkeypatch, **options)
+    here = train(None, monkeypatch, **options)
+    for a, b in zip(there, here, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
+
+
+def test_a_step_does_not_make_the_host_wait(monkeypatch):
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in SHAPES]
+    monkeypatch.setattr(plan, "_route", swapped)
+    opt = lather.Shampoo(params, precondition_frequency=100, max_preconditioner_dim=32, communication_dtype="int8")
+    for step in range(6):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+        try:
+            opt.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_small_things():
+    comm = Comm((0,), torch.device("cuda", 0))
+    assert comm.largest([3, -1]) == [3, -1]
+    assert comm.collect({"a": 1}) == [{"a": 1}]
+    agree(comm, {"a": "b"})
+    comm.check_alive()
+
+
+def test_sharded_parameters(monkeypatch):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = dist.init_device_mesh("cuda", (1,))
+    torch.manual_seed(0)
+    plain = torch.nn.Parameter(torch.randn(40, 24, device="cuda"))
+    sharded = torch.nn.Parameter(distribute_tensor(plain.detach().clone(), mesh, [Shard(0)]))
+    opts = [lather.Shampoo([p], precondition_frequency=4, momentum=0.9) for p in (plain, sharded)]
+    for _ in range(6):
+        grad = torch.randn(40, 24, device="cuda")
+        plain.grad, sharded.grad = grad, distribute_tensor(grad, mesh, [Shard(0)])
+        for opt in opts:
+            opt.step()
+    assert torch.equal(plain, sharded.full_tensor())
