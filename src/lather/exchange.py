@@ -122,15 +122,18 @@ def outbound_mail(plan: Plan, route: Route, me: int) -> tuple[Mail, Mail]:
 class Comm:
     """The process group of a team. It is found or made on the first use, which all its ranks come to together."""
 
-    def __init__(self, ranks: Sequence[int], device: torch.device, known: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, ranks: Sequence[int], device: torch.device, known: Sequence[Any] = (), together: bool = False
+    ) -> None:
+        """``together``: all ranks of the world come to the first use, each for its own equal share of consecutive ranks."""
         self.ranks = tuple(ranks)
-        self._device, self._known = device, list(known)
+        self._device, self._known, self._together = device, list(known), together
         self._group: Any = None
 
     @property
     def group(self) -> Any:
         if self._group is None:
-            self._group = _find_group(self.ranks, self._known)
+            self._group = _find_group(self.ranks, self._known, self._together)
         return self._group
 
     @property
@@ -231,19 +234,39 @@ def my_rank() -> int:
 _made: dict[tuple[int, ...], tuple[Any, Any]] = {}  # groups that had to be made, each with the world it belongs to
 
 
-def _find_group(ranks: tuple[int, ...], known: Sequence[Any]) -> Any:
+def _find_group(ranks: tuple[int, ...], known: Sequence[Any], together: bool) -> Any:
+    """A group that is there already, if one has these ranks; else a new one."""
     if not dist.is_initialized():
         raise RuntimeError(
             f"the parameters are spread over ranks {_some(ranks)} but there is no process group any more"
         )
-    for group in (dist.group.WORLD, *known):
+    everyone = dist.group.WORLD
+    for group in (everyone, *known):
         if group is not None and tuple(dist.get_process_group_ranks(group)) == ranks:
             return group
-    everyone, made = _made.get(ranks, (None, None))
-    if everyone is not dist.group.WORLD:
-        made = dist.new_group(list(ranks), use_local_synchronization=True)
-        _made[ranks] = dist.group.WORLD, made
-    return made
+    if _made.get(ranks, (None, None))[0] is not everyone:
+        if together:
+            for start in range(0, dist.get_world_size(), len(ranks)):
+                part = tuple(range(start, start + len(ranks)))
+                _made[part] = everyone, dist.new_group(list(part))
+        else:
+            _check_counts(ranks)
+            _made[ranks] = everyone, dist.new_group(list(ranks), use_local_synchronization=True)
+    return _made[ranks][1]
+
+
+def _check_counts(ranks: tuple[int, ...]) -> None:
+    """torch names a group of some ranks by how many groups each of them is in, and hangs where that differs."""
+    store, count = dist.distributed_c10d._get_default_store(), len(dist.distributed_c10d._world.pg_names)
+    key = f"lather/{'_'.join(map(str, ranks))}"
+    store.set(f"{key}/{dist.get_rank()}", str(count))
+    counts = {rank: int(store.get(f"{key}/{rank}")) for rank in ranks}
+    if len(set(counts.values())) > 1:
+        raise RuntimeError(
+            f"ranks {_some(ranks)} need a process group of their own, but are members of different numbers of groups "
+            f"({counts}), for which torch cannot make one; make it with torch.distributed.new_group({list(ranks)}) on all "
+            "ranks of the world, and pass it as process_group"
+        )
 
 
 def agree(comm: Comm, facts: Mapping[str, str]) -> None:

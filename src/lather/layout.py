@@ -107,11 +107,15 @@ def local(tensor: Tensor) -> Tensor:
     return cast(Tensor, part.wait() if hasattr(part, "wait") else part)
 
 
-def local_gradient(grad: Tensor, param: Tensor) -> Tensor:
+def local_gradient(grad: Tensor, param: Tensor, name: str) -> Tensor:
     """The gradient of what this rank stores of ``param``.
 
     A gradient that lies otherwise than its parameter, such as one with partial sums, is redistributed first.
     """
+    if is_dtensor(param) and not is_dtensor(grad):
+        raise TypeError(
+            f"parameter {name} is a DTensor but its gradient is a plain tensor; wrap it with DTensor.from_local"
+        )
     if is_dtensor(param) and cast(Any, grad).placements != cast(Any, param).placements:
         grad = cast(Any, grad).redistribute(placements=cast(Any, param).placements)
     return local(grad)
@@ -119,6 +123,11 @@ def local_gradient(grad: Tensor, param: Tensor) -> Tensor:
 
 def _layout(param: Any, name: str) -> Layout:
     mesh, placements = param.device_mesh, param.placements
+    if any((mesh.mesh.diff(dim=i) < 0).any() for i in range(mesh.mesh.dim())):
+        raise NotImplementedError(
+            f"parameter {name} is on a mesh whose ranks do not ascend along its axes, {mesh.mesh.tolist()}, about which torch is "
+            "not of one mind; list them in ascending order"
+        )
     axes = tuple(_axis(placement, size, name) for placement, size in zip(placements, mesh.shape, strict=True))
     plain = [i for i, placement in enumerate(placements) if not hasattr(placement, "split_factor")]
     strided = [i for i in range(len(axes)) if i not in plain]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -152,7 +152,7 @@ class Shampoo(torch.optim.Optimizer):
 
     def _offsets(self, key: BankKey) -> Mapping[int, int] | None:
         staggered = self.param_groups[key.group]["refresh"] == "staggered" and key.modes
-        return self._plan.offsets(key.group, key.route.team) if staggered else None
+        return self._plan.offsets(key.group) if staggered else None
 
     def _gradients(self) -> dict[int, Tensor]:
         """This rank's part of every gradient there is."""
@@ -164,7 +164,7 @@ class Shampoo(torch.optim.Optimizer):
                         f"parameter {self._name_of(i)} has a sparse gradient; use a dense one (sparse=False in nn.Embedding) "
                         "or give it to torch.optim.SparseAdam"
                     )
-                grads[i] = local_gradient(p.grad, p)
+                grads[i] = local_gradient(p.grad, p, self._name_of(i))
         return grads
 
     def _is_probe(self, grads: Mapping[int, Tensor]) -> bool:
@@ -254,6 +254,7 @@ class Shampoo(torch.optim.Optimizer):
         self._comms: dict[int, Comm] = {}  # of teams of more than one rank
         self._agreed = False  # whether ranks have compared what they are about to do
         self._calls = 0
+        self._owners: dict[tuple[int, int, int], int] = {}  # place, by group, position in it, block
         self._consolidated: dict[Tensor, dict[str, Tensor]] = {}
         self._watch, self._alarms = Watch(), dict[int, Alarm]()
 
@@ -276,7 +277,7 @@ class Shampoo(torch.optim.Optimizer):
     def _team(self, p: Tensor, name: str) -> tuple[tuple[int, ...], Layout]:
         return team_of(*layout_of(p, self._world(), name), self._trainers, exchange.my_rank(), name)
 
-    def _make_plan(self, trainable: Iterable[Item], groups: list[dict[str, Any]]) -> Plan:
+    def _make_plan(self, trainable: Sequence[Item], groups: list[dict[str, Any]]) -> Plan:
         specs: list[Spec] = []
         teams: dict[tuple[int, ...], int] = {}
         devices: dict[str, list[torch.device]] = {}
@@ -286,7 +287,14 @@ class Shampoo(torch.optim.Optimizer):
             ranks, layout = self._team(p, name)
             team, dtype = teams.setdefault(ranks, len(teams)), str(p.dtype).removeprefix("torch.")
             specs.append(Spec(name, tuple(p.shape), g, _device_name(p.device, devices), dtype, team, layout))
-        return make_plan(specs, groups, list(teams), self._stages)
+        return make_plan(specs, groups, list(teams), self._stages, self._settled(trainable))
+
+    def _settled(self, trainable: Sequence[Item]) -> dict[tuple[int, int], int]:
+        """Owners that blocks have by now, by position in a plan for these parameters."""
+        if not self._started():
+            return {}
+        numbers = {(g, i): n for n, (g, i, _) in enumerate(trainable)}
+        return {(numbers[g, i], b): place for (g, i, b), place in self._owners.items() if (g, i) in numbers}
 
     def _places(self, plan: Plan) -> list[int]:
         """This rank's place in every team."""
@@ -334,10 +342,14 @@ class Shampoo(torch.optim.Optimizer):
         facts |= {"check_ranks": str(self._check_ranks), "the number of parameters": str(len(members))}
         specs = [(i, self._plan.specs[i], self._params[i]) for i in sorted(members)]
         facts |= {f"parameter number {k}": f"{spec.name} {describe(p)}" for k, (_, spec, p) in enumerate(specs)}
+        schedule: dict[int, int] = {}
         for g in sorted({spec.group for _, spec, _ in specs}):
             group = self.param_groups[g]
             facts |= {f"{name} of param group {g}": str(rules.number(group[name])) for name in OPTIONS}
+            schedule |= self._plan.offsets(g) if group["refresh"] == "staggered" else {}
         facts |= {f"the step of parameter {spec.name}": str(self._steps[i]) for i, spec, _ in specs}
+        blocks = [(n, self._plan.owners[n]) for n, block in enumerate(self._plan.blocks) if block.param in members]
+        facts |= {"owners of blocks and steps of refreshes": str([(owner, schedule.get(n)) for n, owner in blocks])}
         if self._check_ranks:
             facts |= {f"whether {spec.name} has a gradient": str(p.grad is not None) for _, spec, p in specs}
         return facts
@@ -360,7 +372,7 @@ class Shampoo(torch.optim.Optimizer):
             _refuse_restructuring(self._structure, structure)
             self._refuse_moving()
             self._refuse_reshaping(trainable)
-        self._build(self._make_plan(trainable, self.param_groups), [p for *_, p in trainable])
+        self._build(self._make_plan(trainable, self.param_groups), trainable)
         self._signature, self._structure = self._sign(trainable), structure
 
     def _is_replaced(self, thorough: bool) -> bool:
@@ -404,8 +416,9 @@ class Shampoo(torch.optim.Optimizer):
                     "any more, so build a new optimizer"
                 )
 
-    def _build(self, plan: Plan, params: list[Tensor]) -> None:
+    def _build(self, plan: Plan, trainable: Sequence[Item]) -> None:
         """Banks and units for the plan; whatever state there is moves along."""
+        params = [p for *_, p in trainable]
         places = self._places(plan)
         check_memory(plan, places)
         old_banks = {identity(bank, self._params): bank for bank in self._banks}
@@ -419,12 +432,20 @@ class Shampoo(torch.optim.Optimizer):
         self._steps = checkpoint.counts(self._step_tensor)
         known = [self._process_group, *(group for p in params for group in groups_of(p))]
         devices = {spec.team: p.device for spec, p in zip(plan.specs, params, strict=True)}
-        comms = [Comm(ranks, devices[team], known) for team, ranks in enumerate(plan.teams)]
+        everyone = exchange.world(None)
+        whole = {
+            spec.team for spec, p in zip(plan.specs, params, strict=True) if layout_of(p, self._world())[0] == everyone
+        }
+        comms = [Comm(ranks, devices[team], known, team in whole) for team, ranks in enumerate(plan.teams)]
         self._comms = {team: comm for team, comm in enumerate(comms) if len(comm.ranks) > 1}
         self._units = make_units(plan, places, banks, comms, params)
         self._watch.keep(banks)
         self._alarms.clear()
         self._agreed = False
+        self._owners = {
+            (*trainable[block.param][:2], block.index): place
+            for block, place in zip(plan.blocks, plan.owners, strict=True)
+        }
 
     def _publish(self, places: list[int], old: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Fill ``self.state``: every trainable parameter has an entry, flat, of tensors only."""
@@ -518,14 +539,23 @@ class Shampoo(torch.optim.Optimizer):
         return {p: saved[p] for *_, p in trainable}
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_structure", "_trainers", "_stages", "_check_ranks")
+        kept = ("_structure", "_trainers", "_stages", "_check_ranks", "_owners")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """After pickling or deepcopy the state is plain tensors; the next step or save moves it into fresh banks."""
+        owners = state["_owners"]
         super().__setstate__(state)
         self._process_group = None  # a process group cannot be pickled; the default one takes its place
         self._reset()
+        self._owners = owners
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shampoo:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin._process_group = self._process_group
+        return twin
 
 
 _ROOT_OPTIONS = ("root", "exponent", "exponent_multiplier")

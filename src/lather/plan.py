@@ -20,6 +20,7 @@ from .options import compute_dtype, exponent, wire_dtype
 from .roots import resolve
 
 GEOMETRY = ("max_preconditioner_dim", "merge_dims", "large_dim", "batch_dims", "precondition_1d")
+NOTHING: Mapping[tuple[int, int], int] = {}
 ALONE = Layout.everywhere(1)
 TRIES = 16  # holders of a block that are asked whether they are least loaded; with more, each holds next to nothing
 
@@ -151,17 +152,16 @@ class Plan:
             if key.route == route:
                 yield from numbers
 
-    def offsets(self, group: int, team: int = 0) -> dict[int, int]:
+    def offsets(self, group: int) -> dict[int, int]:
         """For ``refresh="staggered"``: each block's step inside the period, so that every step has the same work.
 
         Depends on all blocks of the group, not on who owns them, so it is the same for any number of ranks.
         """
         options = self.groups[group]
         frequency = options["precondition_frequency"]
-        key = (group, team, frequency, options["root"], options["exponent"], options["exponent_multiplier"])
+        key = (group, frequency, options["root"], options["exponent"], options["exponent_multiplier"])
         if key not in self._offsets:
-            mine = [(spec.group, spec.team) == (group, team) for spec in self.specs]
-            numbers = [i for i, b in enumerate(self.blocks) if b.modes and mine[b.param]]
+            numbers = [i for i, b in enumerate(self.blocks) if b.modes and self.specs[b.param].group == group]
             costs = [refresh_cost(self.blocks[i], options, self.specs[self.blocks[i].param].device) for i in numbers]
             self._offsets[key] = dict(zip(numbers, assign.greedy(costs, frequency), strict=True))
         return self._offsets[key]
@@ -172,9 +172,16 @@ def make_plan(
     groups: Sequence[Mapping[str, Any]],
     teams: Sequence[Sequence[int]] = ((0,),),
     stages: int = 1,
+    settled: Mapping[tuple[int, int], int] = NOTHING,
 ) -> Plan:
-    """Cut every parameter, choose owners, and decide how blocks travel."""
+    """Cut every parameter, choose owners, and decide how blocks travel.
+
+    ``settled`` are owners from before, by parameter and block: state that is there stays where it is.
+    """
     cuts = [cut for index, spec in enumerate(specs) for cut in _cut(index, spec, groups[spec.group])]
+    if settled:
+        homes = [settled.get((block.param, block.index)) for block, _ in cuts]
+        cuts = [(cut[0], cut[1] if home is None else (home,)) for cut, home in zip(cuts, homes, strict=True)]
     blocks = [block for block, _ in cuts]
     owners = _owners(specs, groups, teams, cuts)
     keys = [_key(block, specs[block.param], groups[specs[block.param].group]) for block in blocks]
