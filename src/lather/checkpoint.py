@@ -7,7 +7,7 @@ keys are there on the rank that owns it; ``momentum`` lies as its parameter does
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -165,6 +165,11 @@ def _forward(
     stack = torch.empty(shape, dtype=dtype, device=comm.device)
     comm.receive(stack, source)
     return stack
+
+
+def is_blank(banks: Iterable[Bank]) -> bool:
+    """Whether all state is as it was before the first step."""
+    return not any(bool(tensor.any()) for bank in banks for tensor in bank.state.values())
 
 
 def counts(steps: Tensor) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -516,6 +517,12 @@ class Shampoo(torch.optim.Optimizer):
         self._consolidated.clear()
         for bank in self._banks:
             bank.state_changed(self.param_groups[bank.key.group])
+        if self._comms and self._banks and any(self._steps) and checkpoint.is_blank(self._banks):
+            warnings.warn(
+                "the checkpoint has steps, but nothing but zeros for the blocks that this rank owns; if it was gathered on one "
+                "rank, by get_optimizer_state_dict(full_state_dict=True) for instance, call opt.consolidate_state_dict() first",
+                stacklevel=2,
+            )
         for after in list(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 

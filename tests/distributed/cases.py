@@ -375,3 +375,52 @@ def step_of_another_shape() -> None:
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     opt.step()
+
+
+def step_after_the_end(layout: str) -> None:
+    """The process group is destroyed, as at the end of a program that goes on."""
+    run = Run(layout, Case()).advance(1, 3)
+    dist.destroy_process_group()
+    run.set_grads(4)
+    run.opt.step()
+
+
+def change_on_one_rank(layout: str, name: str, value: Any) -> None:
+    """After steps in order, an option changes on rank 1 only; found by the debug switch."""
+    run = Run(layout, Case({"check_ranks": True})).advance(1, 2)
+    if dist.get_rank() == 1:
+        run.opt.param_groups[0][name] = value
+    run.set_grads(3)
+    run.opt.step()
+
+
+def fail_on_one_rank() -> None:
+    """A parameter that only rank 1 cannot plan for."""
+    params = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(3))]
+    opt = lather.Shampoo(params, **BASE, batch_dims=1)
+    if dist.get_rank() == 1:
+        params[1].data = torch.ones(())
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+
+
+def flat_parameter() -> None:
+    """As FSDP1 makes them."""
+    flat = nn.Parameter(torch.ones(6))
+    flat._is_flat_param = True  # type: ignore[attr-defined]
+    lather.Shampoo([("_flat_param", flat)])
+
+
+def from_a_gathered_state(layout: str) -> list[str]:
+    """What torch gathers on rank 0 has rank 0's blocks only: the warnings that each rank gives when it loads that."""
+    from torch.distributed.checkpoint import state_dict as api
+
+    run = Run(layout, Case()).advance(1, 6)
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    gathered = api.get_optimizer_state_dict(run.model, run.opt, options=options)
+    again = Run(layout, Case())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        api.set_optimizer_state_dict(again.model, again.opt, gathered if dist.get_rank() == 0 else {}, options=options)
+    return [str(w.message) for w in caught if "consolidate_state_dict" in str(w.message)]

@@ -8,7 +8,7 @@ import pytest
 
 from . import cases
 from .conftest import in_world
-from .harness import Outcome, Pools
+from .harness import Outcome, Pool, Pools
 
 pytestmark = in_world(2)
 
@@ -49,3 +49,45 @@ def test_gradients(layout: str, pools: Pools) -> None:
 
 def test_parameters(pools: Pools) -> None:
     refused(pools[2].attempt(cases.step_of_another_shape, timeout=10), "weight")
+
+
+@pytest.mark.parametrize("layout", ["ddp2", "fsdp2"])
+@pytest.mark.parametrize(("name", "value"), [("momentum", 0.9), ("lr", 1.0), ("communication_dtype", "bfloat16")])
+def test_changes(layout: str, name: str, value: Any, pools: Pools) -> None:
+    refused(pools[2].attempt(cases.change_on_one_rank, layout, name, value, timeout=10), name)
+
+
+def test_a_plan_that_fails_on_one_rank(pools: Pools) -> None:
+    refused(pools[2].attempt(cases.fail_on_one_rank, timeout=10), "batch_dims")
+
+
+@pytest.mark.parametrize("layout", ["ddp2", "fsdp2"])
+def test_a_process_group_that_was_destroyed(layout: str) -> None:
+    pool = Pool(2)
+    try:
+        refused(pool.attempt(cases.step_after_the_end, layout, timeout=10), "process group", "destroyed")
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("layout", "trainers", "message"),
+    [
+        ("ddp2", 3, "num_trainers_per_group=3 does not divide the 2 ranks"),
+        ("fsdp2", 1, "do not store the whole of parameter"),
+    ],
+)
+def test_trainers_that_do_not_fit(layout: str, trainers: int, message: str, pools: Pools) -> None:
+    options = [{"num_trainers_per_group": trainers}] * 2
+    refused(pools[2].attempt(cases.step_with, layout, options, timeout=10), message)
+
+
+def test_flat_parameters(pools: Pools) -> None:
+    refused(pools[2].attempt(cases.flat_parameter, timeout=10), "_flat_param", "fully_shard")
+
+
+@pytest.mark.parametrize("layout", ["ddp2", "fsdp2"])
+def test_a_state_without_this_ranks_blocks(layout: str, pools: Pools) -> None:
+    """Torch fills what is missing with zeros before it loads, so it cannot be refused; but it is not silent."""
+    first, second = pools[2].run(cases.from_a_gathered_state, layout)
+    assert not first and second

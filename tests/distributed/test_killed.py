@@ -1,0 +1,46 @@
+"""A rank dies in the middle of a run; the job goes on from its last checkpoint on fewer ranks, and nothing shows."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from . import cases, saving
+from .cases import LAYOUTS, Case, Run
+from .conftest import in_world
+from .harness import Pool, Pools
+from .saving import MIDDLE, Way
+
+CASE = Case({"momentum": 0.9, "weight_decay": 0.1, "refresh": "staggered"}, gaps=True, steps=20)
+
+
+def die_after_saving(layout: str, path: Path) -> None:
+    """Save, go on for a while, and lose rank 1 in the middle of a step's work."""
+    run = Run(layout, CASE).advance(1, MIDDLE)
+    saving.dcp.save(saving.contents(run, Way()), checkpoint_id=path)
+    run.advance(MIDDLE + 1, MIDDLE + 3)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    run.advance(MIDDLE + 4, CASE.steps)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param("ddp3", "ddp2", marks=in_world("ddp2")),
+        pytest.param("fsdp4", "fsdp3", marks=in_world("fsdp3")),
+        pytest.param("hsdp22", "fsdp2", marks=in_world("fsdp2")),
+    ],
+)
+def test_the_job_goes_on_with_fewer_ranks(before: str, after: str, pools: Pools, tmp_path: Path) -> None:
+    doomed = Pool(LAYOUTS[before].world)
+    outcomes = doomed.attempt(die_after_saving, before, tmp_path / "saved")
+    doomed.close(kill=True)
+    assert outcomes[1].error == "death"
+    assert all(outcome.error for outcome in outcomes), "a rank finished although another was dead"
+    stored = pools[LAYOUTS[after].world].run(saving.resume, after, CASE, tmp_path / "saved", Way())
+    cases.assert_same(cases.assemble(stored, cases.shapes_of(CASE.model)), cases.alone(CASE))
