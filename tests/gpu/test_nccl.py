@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,15 @@ import torch
 import torch.distributed as dist
 
 import lather
-from lather import plan
 from lather.exchange import Comm, agree
 from lather.options import wire_dtype
+from lather.plan import Route, Spec
 from lather.units import make_units
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not dist.is_nccl_available(), reason="needs a CUDA device and NCCL"
 )
+PLAN = importlib.import_module("lather.plan")  # lather.plan is also a function
 SHAPES = [(40, 24), (40, 24), (7, 130), (16, 3, 3, 3), (33,), ()]
 
 
@@ -35,7 +37,7 @@ def train(route: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[t
     params = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in SHAPES]
     with monkeypatch.context() as patch:
         if route:
-            patch.setattr(plan, "_route", route)
+            patch.setattr(PLAN, "_route", route)
             patch.setattr("lather.optimizer.make_units", _checked)
         opt = lather.Shampoo(params, precondition_frequency=4, max_preconditioner_dim=32, momentum=0.9, **options)
         for _ in range(10):
@@ -52,12 +54,12 @@ def _checked(*args: Any) -> Any:
     return units
 
 
-def gathered(spec: plan.Spec, options: Any) -> plan.Route:
-    return plan.Route(spec.team, outbound=wire_dtype(options), gather=True)
+def gathered(spec: Spec, options: Any) -> Route:
+    return Route(spec.team, outbound=wire_dtype(options), gather=True)
 
 
-def swapped(spec: plan.Spec, options: Any) -> plan.Route:
-    return plan.Route(spec.team, "float32", wire_dtype(options))
+def swapped(spec: Spec, options: Any) -> Route:
+    return Route(spec.team, "float32", wire_dtype(options))
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16", "float16", "int8"])
@@ -71,10 +73,11 @@ def test_travelling_changes_nothing(route, wire, stages, monkeypatch):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_does_not_make_the_host_wait(monkeypatch):
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in SHAPES]
-    monkeypatch.setattr(plan, "_route", swapped)
+    monkeypatch.setattr(PLAN, "_route", swapped)
     opt = lather.Shampoo(params, precondition_frequency=100, max_preconditioner_dim=32, communication_dtype="int8")
     for step in range(6):
         for p in params:
