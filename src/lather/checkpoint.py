@@ -129,9 +129,10 @@ def collect(
 
     Teams that ``to`` is not part of repeat the work of one that it is part of, or work for parameters that it does not have.
     """
-    found: list[Views] = [
-        {k: _whole(view, keep=rank == to) for k, view in entry.items() if k in ("step", "momentum")} for entry in views
-    ]
+    found: list[Views] = []
+    for entry in views:
+        parts = {k: _whole(entry[k], keep=rank == to) for k in ("step", "momentum") if k in entry}
+        found.append({k: value for k, value in parts.items() if value is not None})
     own = {bank.key: bank.state for bank in banks}
     for team, ranks in enumerate(plan.teams):
         if to not in ranks:
@@ -144,15 +145,18 @@ def collect(
                         dtype = state_dtype(plan.groups[bank.group])
                         stack = _forward(stack, (len(numbers), *shape), dtype, comms[team], place, ranks.index(to))
                     if rank == to and stack is not None:
-                        for number, value in zip(numbers, stack.cpu().clone(), strict=True):
+                        for number, value in zip(numbers, stack.cpu(), strict=True):
                             block = plan.blocks[number]
-                            found[block.param][key(role, block.index)] = value.clone()
+                            found[block.param][key(role, block.index)] = (
+                                value.clone()
+                            )  # a view would drag its bank along
     return found if rank == to else []
 
 
-def _whole(view: Tensor, keep: bool) -> Tensor:
+def _whole(view: Tensor, keep: bool) -> Tensor | None:
+    """A tensor brought together from all ranks, of which one keeps it."""
     full = view.full_tensor() if is_dtensor(view) else view  # type: ignore[attr-defined]
-    return full.detach().cpu().clone() if keep else full
+    return full.detach().cpu().clone() if keep else None
 
 
 def _forward(
@@ -167,9 +171,14 @@ def _forward(
     return stack
 
 
-def is_blank(banks: Iterable[Bank]) -> bool:
-    """Whether all state is as it was before the first step."""
-    return not any(bool(tensor.any()) for bank in banks for tensor in bank.state.values())
+def blank(banks: Iterable[Bank]) -> list[int]:
+    """Parameters that have blocks here, all of them as they were before the first step."""
+    seen: dict[int, bool] = {}
+    for bank in banks:
+        marks = [tensor.flatten(1).any(1).tolist() for tensor in bank.state.values()]
+        for block, *used in zip(bank.blocks, *marks, strict=True):
+            seen[block.param] = seen.get(block.param, False) or any(used) or not marks
+    return [param for param, used in seen.items() if not used]
 
 
 def counts(steps: Tensor) -> list[int]:

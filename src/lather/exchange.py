@@ -127,23 +127,33 @@ class Comm:
     ) -> None:
         """``together``: all ranks of the world come to the first use, each for its own equal share of consecutive ranks."""
         self.ranks = tuple(ranks)
-        self._device, self._known, self._together = device, list(known), together
+        self.together = together
+        self._device, self._known = device, list(known)
         self._group: Any = None
 
     @property
     def group(self) -> Any:
         if self._group is None:
-            self._group = _find_group(self.ranks, self._known, self._together)
+            self._group = _find_group(self.ranks, self._known, self.together)
         return self._group
 
     @property
+    def host(self) -> torch.device:
+        """Where a tensor must be for this group to send it: on the host if it can, else beside the parameters."""
+        return torch.device("cpu") if self._sends("cpu") else self._device
+
+    @property
     def device(self) -> torch.device:
-        """Where a small tensor must be for this group to send it: on the host if it can, else beside the parameters."""
-        return torch.device("cpu") if "cpu:" in str(dist.get_backend_config(self.group)) else self._device
+        """The same for what is beside the parameters and should stay there."""
+        return self._device if self._sends(self._device.type) else torch.device("cpu")
+
+    def _sends(self, kind: str) -> bool:
+        return f"{kind}:" in str(dist.get_backend_config(self.group))
 
     def check_alive(self) -> None:
+        group = self.group
         try:
-            if tuple(dist.get_process_group_ranks(self.group)) == self.ranks:
+            if tuple(dist.get_process_group_ranks(group)) == self.ranks:
                 return
         except (RuntimeError, ValueError, KeyError, AttributeError) as error:
             raise RuntimeError(self._lost()) from error
@@ -157,7 +167,7 @@ class Comm:
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """Element by element the largest of what the ranks give. The host waits."""
-        return cast("list[int]", self.reduce_max(torch.tensor(values, device=self.device)).tolist())
+        return cast("list[int]", self.reduce_max(torch.tensor(values, device=self.host)).tolist())
 
     def reduce_max(self, values: Tensor) -> Tensor:
         """In place."""
@@ -196,12 +206,14 @@ class Comm:
 class Wire:
     """One collective of every step: what is sent, what is received, and the work under way."""
 
-    def __init__(self, mails: tuple[Mail, Mail], wire: str, device: torch.device, comm: Comm, gather: bool) -> None:
+    def __init__(self, mails: tuple[Mail, Mail], wire: str, sent: Tensor, received: Tensor, comm: Comm, gather: bool):
+        """``sent`` and ``received`` are bytes, at least as many as the messages have."""
         self.outgoing, self.incoming = mails
         self._comm, self._gather = comm, gather
-        dtype = getattr(torch, wire)
-        self.sent = torch.zeros(self.outgoing.numel, dtype=dtype, device=device)
-        self.received = torch.zeros(self.incoming.numel, dtype=dtype, device=device)
+        self.sent, self.received = (
+            memory[: mail.numel * itemsize(wire)].view(getattr(torch, wire))
+            for memory, mail in ((sent, mails[0]), (received, mails[1]))
+        )
         self._work: Any = None
 
     def start(self) -> None:
@@ -215,6 +227,49 @@ class Wire:
         self._work.wait()
         self._work = None
         return self.received
+
+
+class Circle:
+    """All ranks that are connected by storing parameters together, however many meshes that takes.
+
+    What one rank knows must reach all of them before any of them raises, or the others would wait for it. If one mesh is
+    the world that takes one collective; else word goes from mesh to mesh, so often that it crosses a mesh of meshes.
+    """
+
+    SWEEPS = 3
+
+    def __init__(self, comms: Sequence[Comm]) -> None:
+        """``comms``: of all meshes of this rank, in an order that ranks share."""
+        everyone = [comm for comm in comms if comm.ranks == world(None)]
+        self.comms = list(comms)
+        self._path = everyone or self.comms * self.SWEEPS
+
+    def __bool__(self) -> bool:
+        """Whether there is anybody else."""
+        return bool(self.comms)
+
+    @property
+    def device(self) -> torch.device:
+        return self.comms[0].device
+
+    def reduce_max(self, values: Tensor) -> Tensor:
+        for comm in self._path:
+            values = comm.reduce_max(values.to(comm.device))
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any rank. The host waits."""
+        for comm in self._path:
+            flag = bool(comm.largest([int(flag)])[0])
+        return flag
+
+    def tell(self, message: str | None) -> str | None:
+        """The message of some rank that has one. The host waits."""
+        if not self.any(message is not None):
+            return None
+        for comm in self._path:
+            message = next((told for told in comm.collect(message) if told is not None), None)
+        return message
 
 
 # Process groups.
@@ -241,7 +296,7 @@ def _find_group(ranks: tuple[int, ...], known: Sequence[Any], together: bool) ->
             f"the parameters are spread over ranks {_some(ranks)} but there is no process group any more"
         )
     everyone = dist.group.WORLD
-    for group in (everyone, *known):
+    for group in (*known, everyone):  # a group that was given has its reasons
         if group is not None and tuple(dist.get_process_group_ranks(group)) == ranks:
             return group
     if _made.get(ranks, (None, None))[0] is not everyone:
@@ -269,21 +324,22 @@ def _check_counts(ranks: tuple[int, ...]) -> None:
         )
 
 
-def agree(comm: Comm, facts: Mapping[str, str]) -> None:
-    """Compare facts across ranks; where they differ, raise on every rank an error that names the first difference."""
+def difference(comm: Comm, facts: Mapping[str, str]) -> str | None:
+    """Compare facts across ranks: where they differ, every rank gets the same sentence that names the first difference."""
     digest = hash_of(facts)
-    low_high = comm.largest([digest, -digest])
-    if low_high[0] == -low_high[1]:
-        return
+    high, low = comm.largest([digest, -digest])
+    if high == -low:
+        return None
     told = comm.collect(dict(facts))
     for label in dict.fromkeys(label for theirs in told for label in theirs):
         values = [theirs.get(label, "missing") for theirs in told]
-        if any(value != values[0] for value in values):
-            other = next(i for i, value in enumerate(values) if value != values[0])
-            raise ValueError(
+        other = next((i for i, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            return (
                 f"ranks disagree about {label}: {values[0]} on rank {comm.ranks[0]} but {values[other]} on rank "
                 f"{comm.ranks[other]}; build the same model and the same optimizer on every rank of {_some(comm.ranks)}"
             )
+    return None
 
 
 def hash_of(facts: Mapping[str, str]) -> int:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from .bank import Bank
-from .exchange import Comm
-from .linalg import from_host
+from .exchange import Circle
 
 
 class NumericalWarning(RuntimeWarning):
@@ -62,14 +61,12 @@ class Watch:
         if bank in self._mail and self._mail[bank][1].query():
             arrived = cast("list[list[int]]", self._mail.pop(bank)[0].tolist())
         if bank not in self._mail:
-            host = torch.empty(bank.counts.shape, dtype=bank.counts.dtype, device="cpu", pin_memory=True)
-            host.copy_(bank.counts, non_blocking=True)
-            self._mail[bank] = (host, torch.cuda.current_stream(bank.counts.device).record_event())
+            self._mail[bank] = _to_host(bank.counts)
         return arrived
 
 
 class Alarm:
-    """Tells every rank of a team of a block whose root failed too often on its owner, so that they stop together.
+    """Tells all ranks that a root failed too often on one of them, so that they stop together.
 
     To be called at steps that all ranks share. On CUDA an answer is read when it is called next, so nobody waits.
     """
@@ -77,37 +74,40 @@ class Alarm:
     def __init__(self) -> None:
         self._mail: tuple[Tensor, Any] | None = None
 
-    def ring(self, banks: Sequence[Bank], groups: Sequence[Mapping[str, Any]], comm: Comm) -> int | None:
-        """The number of a block in the plan that failed too often, if any rank has one."""
-        worst = torch.zeros(1, dtype=torch.int64, device=comm.device)
+    def rings(self, banks: Sequence[Bank], groups: Sequence[Mapping[str, Any]], circle: Circle) -> bool:
+        flag = torch.zeros((), dtype=torch.int32, device=circle.device)
         for bank in banks:
-            over = bank.counts[1] > groups[bank.key.group]["max_failed_refreshes"]
-            marks = from_host([number + 1 for number in bank.numbers], over, torch.int64)
-            worst = worst.maximum(torch.where(over, marks, 0).max().to(worst.device))
-        worst = comm.reduce_max(worst)
-        number = 0
-        if worst.device.type != "cuda":
-            number = int(worst.item())
-        else:
-            if self._mail is not None:
-                self._mail[1].synchronize()
-                number = int(self._mail[0].item())
-            host = torch.empty(1, dtype=worst.dtype, device="cpu", pin_memory=True)
-            host.copy_(worst, non_blocking=True)
-            self._mail = host, torch.cuda.current_stream(worst.device).record_event()
-        return number - 1 if number else None
+            flag = flag.maximum(too_many(bank, groups[bank.key.group]).any().to(flag.device, torch.int32))
+        flag = circle.reduce_max(flag)
+        if flag.device.type != "cuda":
+            return bool(flag.item())
+        before, self._mail = self._mail, _to_host(flag)
+        if before is None:
+            return False
+        before[1].synchronize()
+        return bool(before[0].item())
 
 
-def failure(banks: Iterable[Bank], number: int, name: str, group: Mapping[str, Any], owner: int) -> str:
-    """What to say about a block that failed too often: all there is where it is owned, else who owns it."""
+def too_many(bank: Bank, group: Mapping[str, Any]) -> Tensor:
+    """``[n]`` bool: the slots whose root failed more often in a row than is allowed."""
+    return bank.counts[1] > int(group["max_failed_refreshes"])
+
+
+def failures(banks: Iterable[Bank], groups: Sequence[Mapping[str, Any]], name_of: Callable[[int], str]) -> str | None:
+    """What to say about the first block that failed too often, if there is one."""
     for bank in banks:
-        if number in bank.numbers:
-            slot = bank.numbers.index(number)
-            return _failure(bank, slot, name, int(bank.counts[1, slot]), group)
-    return (
-        f"the root of a block of parameter {name} failed to refresh more than max_failed_refreshes="
-        f"{group['max_failed_refreshes']} times in a row on rank {owner}, whose message says more"
-    )
+        group = groups[bank.key.group]
+        for slot in too_many(bank, group).nonzero().flatten().tolist()[:1]:
+            failed = int(bank.counts[1, slot])
+            return _failure(bank, slot, name_of(bank.blocks[slot].param), failed, group)
+    return None
+
+
+def _to_host(tensor: Tensor) -> tuple[Tensor, Any]:
+    """A copy under way to pinned memory, and the event that it has arrived with."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    return host, torch.cuda.current_stream(tensor.device).record_event()
 
 
 def nonfinite(grads: Mapping[int, Tensor]) -> list[int]:

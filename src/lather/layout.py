@@ -21,9 +21,9 @@ def check_parameter(param: Tensor, name: str) -> None:
         )
     if not param.is_floating_point():
         raise TypeError(f"parameter {name} has dtype {param.dtype}; only floating-point parameters can be optimized")
-    if getattr(param, "_is_flat_param", False):
+    if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
         raise ValueError(
-            f"parameter {name} is a flat parameter of FSDP1, which hides the matrices; wrap the model with "
+            f"parameter {name} is flattened by FSDP1, which hides the matrices; wrap the model with "
             "torch.distributed.fsdp.fully_shard (FSDP2) instead"
         )
     if is_dtensor(param):

@@ -13,15 +13,16 @@ from torch import Tensor
 from . import checkpoint, exchange, rules
 from .bank import Bank
 from .blocks import Layout
-from .exchange import Comm
-from .health import Alarm, Watch, failure, nonfinite, tally
+from .exchange import Circle, Comm
+from .health import Alarm, Watch, failures, nonfinite, tally
 from .layout import check_parameter, describe, groups_of, is_stored, layout_of, local, local_gradient, team_of
 from .options import OPTIONS, STRUCTURAL, check_options, check_values, closest, state_dtype, whole
-from .plan import BankKey, Plan, Spec, make_plan
+from .plan import BankKey, Plan, Spec, first_come, make_plan
 from .plan_report import PlanReport, check_memory
 from .units import Step, Unit, identity, make_banks, make_units
 
 Item = tuple[int, int, Tensor]  # group, position in it, parameter
+ALARM = 10  # steps between looks at the failures of all ranks; the same whatever options a rank knows of
 
 
 class Shampoo(torch.optim.Optimizer):
@@ -132,7 +133,7 @@ class Shampoo(torch.optim.Optimizer):
         grads = self._gradients()
         for group in self.param_groups:
             rules.raise_peak(group)
-        if (not grads and not self._comms) or self._is_probe(grads):
+        if (not grads and not self._circle) or self._is_probe(grads):
             return loss
         self._refuse_nonfinite(grads)
         self._count(grads)
@@ -172,24 +173,21 @@ class Shampoo(torch.optim.Optimizer):
         """torch's checkpoint code allocates state by a first step with all learning rates and gradients zero."""
         if any(self._steps) or not all(rules.number(group["lr"]) == 0 for group in self.param_groups):
             return False
-        found = any(bool(grad.any()) for grad in grads.values())
-        return not any([found, *(comm.largest([found])[0] for comm, _ in self._agreements())])
+        return not self._circle.any(any(bool(grad.any()) for grad in grads.values()))
 
     def _refuse_nonfinite(self, grads: Mapping[int, Tensor]) -> None:
-        groups = [self.param_groups[spec.group] for spec in self._plan.specs]
-        strict = [i for i, group in enumerate(groups) if group["on_nonfinite"] == "raise"]
-        if not strict:
+        if not self._strict:
             return
-        bad = set(nonfinite({i: grads[i] for i in strict if i in grads}))
-        for comm, members in self._agreements():
-            flags = comm.largest([i in bad for i in strict if i in members])
-            bad |= {i for i, flag in zip([i for i in strict if i in members], flags, strict=True) if flag}
-        if bad:
-            i = min(bad)
-            raise FloatingPointError(
-                f"parameter {self._name_of(i)} has NaN or Inf in its gradient at step {self._steps[i] + 1}; nothing was "
-                "updated (on_nonfinite='raise')"
-            )
+        groups = [self.param_groups[spec.group] for spec in self._plan.specs]
+        bad = nonfinite({i: grad for i, grad in grads.items() if groups[i]["on_nonfinite"] == "raise"})
+        message = self._circle.tell(
+            f"parameter {self._name_of(bad[0])} has NaN or Inf in its gradient at step {self._steps[bad[0]] + 1}; nothing was "
+            "updated (on_nonfinite='raise')"
+            if bad
+            else None
+        )
+        if message is not None:
+            raise FloatingPointError(message)
 
     def _count(self, grads: Mapping[int, Tensor]) -> None:
         for i in grads:
@@ -205,20 +203,14 @@ class Shampoo(torch.optim.Optimizer):
             group = self.param_groups[bank.key.group]
             step = max(self._steps[block.param] for block in bank.blocks)
             if bank.counts.is_cpu or step % group["precondition_frequency"] == 0:
-                self._watch.look(bank, group, self._name_of, not self._comms)
+                self._watch.look(bank, group, self._name_of, alone=not self._circle)
         self._calls += 1
-        if self._comms and self._calls % min(group["precondition_frequency"] for group in self.param_groups) == 0:
-            self._sound_alarms()
-
-    def _sound_alarms(self) -> None:
-        for team in sorted(self._comms, key=lambda team: _order(self._plan.teams[team])):
-            alarm = self._alarms.setdefault(team, Alarm())
-            banks = [bank for bank in self._banks if bank.key.route.team == team]
-            number = alarm.ring(banks, self.param_groups, self._comms[team])
-            if number is not None:
-                spec, owner = self._plan.specs[self._plan.blocks[number].param], self._plan.owners[number]
-                group = self.param_groups[spec.group]
-                raise RuntimeError(failure(banks, number, spec.name, group, self._plan.teams[team][owner]))
+        if (
+            self._circle
+            and self._calls % ALARM == 0
+            and self._alarm.rings(self._banks, self.param_groups, self._circle)
+        ):
+            raise RuntimeError(self._circle.tell(failures(self._banks, self.param_groups, self._name_of)))
 
     def _name_of(self, i: int) -> str:
         return self._plan.specs[i].name
@@ -245,7 +237,6 @@ class Shampoo(torch.optim.Optimizer):
 
     def _reset(self) -> None:
         self._signature: Any = None
-        self._meshes: list[tuple[Comm, set[int]]] | None = None
         self._seen: dict[int, dict[str, Any]] = {}  # options that have been checked, by group
         self._views: list[dict[str, Tensor]] = []  # what was published in self.state
         self._params: list[Tensor] = []
@@ -253,11 +244,15 @@ class Shampoo(torch.optim.Optimizer):
         self._units: list[Unit] = []
         self._banks: list[Bank] = []
         self._comms: dict[int, Comm] = {}  # of teams of more than one rank
+        self._circle = Circle([])
         self._agreed = False  # whether ranks have compared what they are about to do
+        self._loaded = False  # whether a checkpoint was loaded since
+        self._strict = False  # whether some rank has on_nonfinite="raise"
         self._calls = 0
         self._owners: dict[tuple[int, int, int], int] = {}  # place, by group, position in it, block
+        self._began: tuple[int, ...] = ()  # the world in which they were chosen
         self._consolidated: dict[Tensor, dict[str, Tensor]] = {}
-        self._watch, self._alarms = Watch(), dict[int, Alarm]()
+        self._watch, self._alarm = Watch(), Alarm()
 
     def _everything(self) -> list[Item]:
         """All parameters that this rank stores something of, or could."""
@@ -287,7 +282,8 @@ class Shampoo(torch.optim.Optimizer):
             check_parameter(p, name)  # again, because wrappers swap parameters after construction
             ranks, layout = self._team(p, name)
             team, dtype = teams.setdefault(ranks, len(teams)), str(p.dtype).removeprefix("torch.")
-            specs.append(Spec(name, tuple(p.shape), g, _device_name(p.device, devices), dtype, team, layout))
+            device = _device_name(p.device, devices)
+            specs.append(Spec(name, tuple(p.shape), g, device, dtype, team, layout, _grad_dtype(p)))
         return make_plan(specs, groups, list(teams), self._stages, self._settled(trainable))
 
     def _settled(self, trainable: Sequence[Item]) -> dict[tuple[int, int], int]:
@@ -309,46 +305,63 @@ class Shampoo(torch.optim.Optimizer):
         try:
             self._prepare(thorough=False)
         except Exception as e:
-            if self._agreed or not self._agreements():
+            if self._agreed:
                 raise
             error = e
+        if not self._agreed:
+            self._circle = self._find_circle()
         if not self._agreed or self._check_ranks:
-            for comm, members in self._agreements():
-                exchange.agree(comm, self._facts(members, error))
-        if error is not None:
+            self._agree(error)
+
+    def _find_circle(self) -> Circle:
+        """The ranks of all meshes that this rank stores parameters on."""
+        world, known = self._world(), [self._process_group]
+        devices: dict[tuple[int, ...], torch.device] = {}
+        for g, i, p in self._everything():
+            devices[tuple(sorted(layout_of(p, world, _name(self.param_groups[g], g, i))[0]))] = p.device
+            known += groups_of(p)
+        shared = [ranks for ranks in sorted(devices, key=first_come) if len(ranks) > 1]
+        return Circle([Comm(ranks, devices[ranks], known) for ranks in shared])
+
+    def _agree(self, error: Exception | None) -> None:
+        """Raise on all ranks, or on none."""
+        if error is not None and not self._circle:
             raise error
-        self._agreed = True
+        problem = None
+        for comm in self._circle.comms:
+            problem = exchange.difference(comm, self._facts(comm.ranks, error)) or problem
+        if error is not None:
+            problem = problem or str(error)
+        problem = self._circle.tell(problem)
+        if problem is not None:
+            if error is not None and problem == str(error):
+                raise error
+            raise ValueError(problem) from error
+        if not self._agreed:
+            self._strict = self._circle.any(any(group["on_nonfinite"] == "raise" for group in self.param_groups))
+            for comm in sorted(self._comms.values(), key=lambda comm: (not comm.together, first_come(comm.ranks))):
+                comm.check_alive()  # makes the groups that are not there yet, in an order that all ranks share
+        self._agreed, self._loaded = True, False
 
-    def _agreements(self) -> list[tuple[Comm, set[int]]]:
-        """Process groups of all ranks that store a parameter, larger ones first, each with its parameters' numbers."""
-        if self._meshes is None:
-            world, known = self._world(), [self._process_group]
-            numbers = {id(p): {i} for i, p in enumerate(self._params)}  # frozen parameters have none
-            members: dict[tuple[int, ...], set[int]] = {}
-            devices: dict[tuple[int, ...], torch.device] = {}
-            for g, i, p in self._everything():
-                ranks = tuple(sorted(layout_of(p, world, _name(self.param_groups[g], g, i))[0]))
-                members.setdefault(ranks, set()).update(numbers.get(id(p), ()))
-                devices[ranks] = p.device
-                known += groups_of(p)
-            shared = [ranks for ranks in sorted(members, key=_order) if len(ranks) > 1]
-            self._meshes = [(Comm(ranks, devices[ranks], known), members[ranks]) for ranks in shared]
-        return self._meshes
-
-    def _facts(self, members: set[int], error: Exception | None) -> dict[str, str]:
-        """All that must be the same on every rank, in words."""
+    def _facts(self, ranks: tuple[int, ...], error: Exception | None) -> dict[str, str]:
+        """All that must be the same on these ranks, in words."""
         if error is not None:
             return {"the plan": f"{type(error).__name__}: {error}"}
+        world = self._world()
+        mine = [i for i, p in enumerate(self._params) if tuple(sorted(layout_of(p, world)[0])) == ranks]
+        specs = [(i, self._plan.specs[i], self._params[i]) for i in mine]
         facts = {"the plan": "made", "num_trainers_per_group": str(self._trainers), "stages": str(self._stages)}
-        facts |= {"check_ranks": str(self._check_ranks), "the number of parameters": str(len(members))}
-        specs = [(i, self._plan.specs[i], self._params[i]) for i in sorted(members)]
+        facts |= {"check_ranks": str(self._check_ranks), "the number of parameters": str(len(specs))}
         facts |= {f"parameter number {k}": f"{spec.name} {describe(p)}" for k, (_, spec, p) in enumerate(specs)}
         schedule: dict[int, int] = {}
         for g in sorted({spec.group for _, spec, _ in specs}):
             group = self.param_groups[g]
-            facts |= {f"{name} of param group {g}": str(rules.number(group[name])) for name in OPTIONS}
-            schedule |= self._plan.offsets(g) if group["refresh"] == "staggered" else {}
-        facts |= {f"the step of parameter {spec.name}": str(self._steps[i]) for i, spec, _ in specs}
+            facts |= {f"{name} of param group {g}": _plain(group[name]) for name in OPTIONS}
+            if group["refresh"] == "staggered" and self._trainers:  # several ranks refresh the same block
+                schedule |= self._plan.offsets(g)
+        if self._loaded or self._check_ranks:
+            facts |= {f"the step of parameter {spec.name}": str(self._steps[i]) for i, spec, _ in specs}
+        members = set(mine)
         blocks = [(n, self._plan.owners[n]) for n, block in enumerate(self._plan.blocks) if block.param in members]
         facts |= {"owners of blocks and steps of refreshes": str([(owner, schedule.get(n)) for n, owner in blocks])}
         if self._check_ranks:
@@ -359,7 +372,7 @@ class Shampoo(torch.optim.Optimizer):
 
     def _prepare(self, *, thorough: bool) -> None:
         """Bring plan, banks and state in step with the parameters and options; does nothing on nearly every call."""
-        if not self.state:  # never stepped, or emptied by the user to begin anew
+        if self._views and not self.state:  # emptied by the user to begin anew
             self._reset()
         elif self._is_replaced(thorough):  # by the user: what is there now counts
             self._signature, self._units, self._banks = None, [], []
@@ -368,10 +381,12 @@ class Shampoo(torch.optim.Optimizer):
         trainable = self._trainable()
         if self._sign(trainable) == self._signature:
             return
+        if self._started():
+            self._refuse_moving()
+        self._agreed = False
         structure = [tuple(group[name] for name in STRUCTURAL) for group in self.param_groups]
         if self._started():
             _refuse_restructuring(self._structure, structure)
-            self._refuse_moving()
             self._refuse_reshaping(trainable)
         self._build(self._make_plan(trainable, self.param_groups), trainable)
         self._signature, self._structure = self._sign(trainable), structure
@@ -394,17 +409,19 @@ class Shampoo(torch.optim.Optimizer):
                 group["betas"][0] > 0,
                 group["momentum"] > 0,
                 group["weight_decay_mode"] == "l2",
+                group["on_nonfinite"],
                 *(group[name] for name in (*STRUCTURAL, *_ROOT_OPTIONS, "communication_dtype")),
             )
             for group in self.param_groups
         ]
-        return [(id(p), p.device, p.dtype, p.shape) for *_, p in trainable], options, self._world()
+        params = [(id(p), p.device, p.dtype, _grad_dtype(p), p.shape) for *_, p in trainable]
+        return params, options, self._world()
 
     def _refuse_moving(self) -> None:
-        if self._signature is not None and self._signature[-1] != self._world():
+        if self._began != self._world():
             raise RuntimeError(
-                f"the optimizer began on ranks {list(self._signature[-1])} and now there are {list(self._world())}: its process "
-                "group was destroyed or replaced; save its state before that, and load it into a new optimizer"
+                f"the optimizer began on ranks {list(self._began)} and now there are {list(self._world())}: its process group was "
+                "destroyed or replaced; save its state before that, and load it into a new optimizer"
             )
 
     def _refuse_reshaping(self, trainable: Iterable[Item]) -> None:
@@ -421,11 +438,11 @@ class Shampoo(torch.optim.Optimizer):
         """Banks and units for the plan; whatever state there is moves along."""
         params = [p for *_, p in trainable]
         places = self._places(plan)
-        check_memory(plan, places)
+        check_memory(plan, places, {spec.device: p.device for spec, p in zip(plan.specs, params, strict=True)})
         old_banks = {identity(bank, self._params): bank for bank in self._banks}
         banks = make_banks(plan, places, params, self.param_groups, old_banks)
         old_state = {p: self.state[p] for p in params if p in self.state} if self._started() else {}
-        self._plan, self._params, self._banks, self._meshes = plan, params, banks, None
+        self._plan, self._params, self._banks = plan, params, banks
         self._publish(places, old_state)
         for bank in banks:
             if old_state and bank not in old_banks.values():
@@ -433,16 +450,16 @@ class Shampoo(torch.optim.Optimizer):
         self._steps = checkpoint.counts(self._step_tensor)
         known = [self._process_group, *(group for p in params for group in groups_of(p))]
         devices = {spec.team: p.device for spec, p in zip(plan.specs, params, strict=True)}
-        everyone = exchange.world(None)
-        whole = {
-            spec.team for spec, p in zip(plan.specs, params, strict=True) if layout_of(p, self._world())[0] == everyone
+        worldwide = {
+            spec.team
+            for spec, p in zip(plan.specs, params, strict=True)
+            if layout_of(p, self._world())[0] == exchange.world(None)
         }
-        comms = [Comm(ranks, devices[team], known, team in whole) for team, ranks in enumerate(plan.teams)]
+        comms = [Comm(ranks, devices[team], known, team in worldwide) for team, ranks in enumerate(plan.teams)]
         self._comms = {team: comm for team, comm in enumerate(comms) if len(comm.ranks) > 1}
         self._units = make_units(plan, places, banks, comms, params)
         self._watch.keep(banks)
-        self._alarms.clear()
-        self._agreed = False
+        self._alarm, self._began = Alarm(), self._world()
         self._owners = {
             (*trainable[block.param][:2], block.index): place
             for block, place in zip(plan.blocks, plan.owners, strict=True)
@@ -477,8 +494,8 @@ class Shampoo(torch.optim.Optimizer):
             self._prepare(thorough=True)
         found = super().state_dict()
         numbers = [i for group in found["param_groups"] for i in group["params"]]
-        whole = (self._consolidated.get(p) for group in self.param_groups for p in group["params"])
-        found["state"].update({i: dict(entry) for i, entry in zip(numbers, whole, strict=True) if entry is not None})
+        gathered = (self._consolidated.get(p) for group in self.param_groups for p in group["params"])
+        found["state"].update({i: dict(entry) for i, entry in zip(numbers, gathered, strict=True) if entry is not None})
         return found
 
     @torch.no_grad()
@@ -487,9 +504,12 @@ class Shampoo(torch.optim.Optimizer):
         step, and can be loaded by any number of ranks. All ranks must call this together.
         """
         self._prepare(thorough=True)
-        rank = exchange.my_rank()
-        whole = checkpoint.collect(self._plan, self._banks, self._views, self._comms, rank, to)
-        self._consolidated = dict(zip(self._params, whole, strict=True)) if whole else {}
+        rank, world = exchange.my_rank(), self._world()
+        known = {r for p in self._params for r in layout_of(p, world)[0]}
+        if to not in known:
+            raise ValueError(f"to={to} is none of the ranks {sorted(known)} that store these parameters")
+        gathered = checkpoint.collect(self._plan, self._banks, self._views, self._comms, rank, to)
+        self._consolidated = dict(zip(self._params, gathered, strict=True)) if gathered else {}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -513,18 +533,24 @@ class Shampoo(torch.optim.Optimizer):
             stored = self._plan.stored(i, places[self._plan.specs[i].team])
             checkpoint.copy_state(entries[p], self.state[p], stored)
         self._steps = checkpoint.counts(self._step_tensor)
-        self._agreed = False
+        self._agreed, self._loaded = False, True
         self._consolidated.clear()
         for bank in self._banks:
             bank.state_changed(self.param_groups[bank.key.group])
-        if self._comms and self._banks and any(self._steps) and checkpoint.is_blank(self._banks):
-            warnings.warn(
-                "the checkpoint has steps, but nothing but zeros for the blocks that this rank owns; if it was gathered on one "
-                "rank, by get_optimizer_state_dict(full_state_dict=True) for instance, call opt.consolidate_state_dict() first",
-                stacklevel=2,
-            )
+        self._warn_of_blanks()
         for after in list(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
+
+    def _warn_of_blanks(self) -> None:
+        """torch fills a state that it gathered on one rank, and that lacks the others' blocks, with what is there: zeros."""
+        blank = [i for i in checkpoint.blank(self._banks) if self._steps[i] > 0] if self._comms else []
+        if blank:
+            warnings.warn(
+                f"the checkpoint has steps, but nothing but zeros for the blocks that this rank owns of {len(blank)} parameters, "
+                f"{self._name_of(blank[0])} the first; if it was gathered on one rank, by "
+                "get_optimizer_state_dict(full_state_dict=True) for instance, call opt.consolidate_state_dict() before that",
+                stacklevel=3,
+            )
 
     def _check_entries(self, state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[Tensor, Any]:
         """The saved state of every trainable parameter, if all of it fits what ``groups`` call for."""
@@ -546,16 +572,15 @@ class Shampoo(torch.optim.Optimizer):
         return {p: saved[p] for *_, p in trainable}
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_structure", "_trainers", "_stages", "_check_ranks", "_owners")
+        kept = ("_structure", "_trainers", "_stages", "_check_ranks", "_owners", "_began")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """After pickling or deepcopy the state is plain tensors; the next step or save moves it into fresh banks."""
-        owners = state["_owners"]
         super().__setstate__(state)
         self._process_group = None  # a process group cannot be pickled; the default one takes its place
         self._reset()
-        self._owners = owners
+        self._owners, self._began = state["_owners"], state["_began"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shampoo:
         twin = type(self).__new__(type(self))
@@ -585,9 +610,14 @@ def _refuse_restructuring(before: list[tuple[Any, ...]], now: list[tuple[Any, ..
                 )
 
 
-def _order(ranks: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """Larger sets of ranks first: an order of collectives in which no ranks wait for each other in a circle."""
-    return -len(ranks), ranks
+def _plain(value: Any) -> str:
+    """An option's value in words that do not depend on a device."""
+    return str(value.item() if isinstance(value, Tensor) else value)
+
+
+def _grad_dtype(p: Tensor) -> str:
+    """What a gradient comes in: newer versions of torch let it differ from the parameter."""
+    return str(getattr(p, "grad_dtype", p.dtype) or torch.float32).removeprefix("torch.")
 
 
 def _device_name(device: torch.device, seen: dict[str, list[torch.device]]) -> str:

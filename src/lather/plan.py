@@ -36,6 +36,7 @@ class Spec:
     dtype: str = "float32"
     team: int = 0
     layout: Layout = ALONE
+    grad_dtype: str | None = None  # where it is not the parameter's
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Route:
     inbound: str | None = None
     outbound: str | None = None
     gather: bool = False
+    device: str = "cpu"
     stage: int = 0
 
     @property
@@ -74,9 +76,15 @@ class BankKey:
     route: Route
     group: int
     device: str
+    dtype: str  # of the parameters
     method: str
     shape: Shape
     modes: tuple[str, ...]
+
+
+def first_come(ranks: Sequence[int]) -> tuple[int, Sequence[int]]:
+    """Larger sets of ranks first: an order of collectives in which no ranks wait for each other in a circle."""
+    return -len(ranks), ranks
 
 
 @dataclass(frozen=True)
@@ -117,11 +125,11 @@ class Plan:
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
-        """Larger teams first: an order in which ranks of several teams never wait for each other in a circle."""
+        """In an order that all ranks share."""
 
         def order(route: Route) -> tuple[Any, ...]:
-            ranks = self.teams[route.team]
-            return -len(ranks), ranks, route.stage, route.gather, str(route.inbound), str(route.outbound)
+            how = route.stage, route.gather, str(route.inbound), str(route.outbound), route.device
+            return first_come(self.teams[route.team]), how
 
         return tuple(sorted(dict.fromkeys(key.route for key in self.keys), key=order))
 
@@ -257,20 +265,22 @@ def _owners(
 
 
 def _key(block: Block, spec: Spec, options: Mapping[str, Any]) -> BankKey:
-    return BankKey(_route(spec, options), spec.group, spec.device, block.method, block.shape, block.modes)
+    route = _route(spec, options)
+    return BankKey(route, spec.group, spec.device, spec.dtype, block.method, block.shape, block.modes)
 
 
 def _route(spec: Spec, options: Mapping[str, Any]) -> Route:
-    out = wire_dtype(options)
+    plain, out = Route(spec.team, device=spec.device), wire_dtype(options)
     if spec.layout.places == 1:
-        return Route(spec.team)
+        return plain
     if spec.layout.replicated:
-        return Route(spec.team, outbound=out, gather=True)
+        return replace(plain, outbound=out, gather=True)
     if options["blocks"] == "local":
-        return Route(spec.team, outbound=out if spec.layout.copies > 1 else None)
+        return replace(plain, outbound=out if spec.layout.copies > 1 else None)
     # A gradient of 16 bits travels as it is; one that decay was added to is what arithmetic made of it.
-    short = spec.dtype in ("bfloat16", "float16") and options["weight_decay_mode"] != "l2"
-    return Route(spec.team, spec.dtype if short else str(compute_dtype(options)).removeprefix("torch."), out)
+    own, computed = spec.grad_dtype or spec.dtype, str(compute_dtype(options)).removeprefix("torch.")
+    short = own in ("bfloat16", "float16") and options["weight_decay_mode"] != "l2"
+    return replace(plain, inbound=own if short else computed, outbound=out)
 
 
 def _stages(blocks: Sequence[Block], owners: Sequence[int], keys: Sequence[BankKey], stages: int) -> list[int]:

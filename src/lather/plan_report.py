@@ -145,13 +145,13 @@ def plan(
     return PlanReport(make_plan(specs, [group], [range(trainers)], stages))
 
 
-def check_memory(plan: Plan, places: Sequence[int]) -> None:
-    """Refuse, before anything is allocated, state of a rank that cannot fit on its device."""
+def check_memory(plan: Plan, places: Sequence[int], devices: Mapping[str, torch.device]) -> None:
+    """Refuse, before anything is allocated, state of a rank that cannot fit on its device; ``devices`` by the plan's names."""
     totals: dict[str, int] = {}
     for key, numbers in plan.banks_of(places).items():
         totals[key.device] = totals.get(key.device, 0) + len(numbers) * block_bytes(plan, key)
     for device, total in totals.items():
-        limit = _device_memory(device)
+        limit = _device_memory(devices[device])
         if limit is not None and total > limit:
             spec, side = _largest_factor(plan, device)
             raise ValueError(
@@ -217,9 +217,9 @@ def _largest_factor(plan: Plan, device: str) -> tuple[Spec, int]:
     return plan.specs[param], side
 
 
-def _device_memory(device: str) -> int | None:
+def _device_memory(device: torch.device) -> int | None:
     """Bytes that the device has in all, if that can be known."""
-    kind = torch.device(device).type
+    kind = device.type
     if kind == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if kind == "cpu" and hasattr(os, "sysconf"):

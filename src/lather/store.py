@@ -40,10 +40,11 @@ class Arena:
 
 @dataclass
 class Span:
-    """Where pieces of one param group's parameters lie in a flat buffer, and parts of that in a buffer of messages."""
+    """Where pieces of alike parameters of one param group lie in a flat buffer, and parts of that in a buffer of messages."""
 
     group: int
     device: str
+    dtype: str  # of the parameters
     numel: int = 0
     runs: list[Run] = field(default_factory=list)
     parts: list[tuple[int, int, int]] = field(default_factory=list)  # offset here, offset there, elements
@@ -72,12 +73,13 @@ def _extend(parts: list[tuple[int, int, int]], here: int, there: int, size: int)
 
 
 def spans(plan: Plan, me: int, items: Iterable[Item]) -> list[Span]:
-    """The pieces of a buffer of messages that this place stores, by param group."""
+    """The pieces of a buffer of messages that this place stores, by param group and dtype."""
     done: list[Span] = []
-    open_: dict[tuple[int, str], Span] = {}
+    open_: dict[tuple[int, str, str], Span] = {}
     for item in items:
         param = plan.blocks[item.move.block].param
-        key = plan.specs[param].group, plan.specs[param].device
+        spec = plan.specs[param]
+        key = spec.group, spec.device, spec.dtype
         if key in open_ and open_[key].numel + item.move.region.numel > LARGEST:
             done.append(open_.pop(key))
         origin = plan.stored(param, me).start

@@ -152,7 +152,7 @@ def make_banks(
 def identity(bank: Bank, params: Sequence[Tensor]) -> tuple[Any, ...]:
     """What a bank's memory belongs to, independent of positions in a plan and of how blocks travel."""
     key, blocks = bank.key, tuple((id(params[block.param]), block.index) for block in bank.blocks)
-    return key.group, key.method, key.shape, key.modes, bank.stack.dtype, bank.stack.device, blocks
+    return key.group, key.dtype, key.method, key.shape, key.modes, bank.stack.dtype, bank.stack.device, blocks
 
 
 def _allocate(bank: Bank, group: Group) -> None:
@@ -197,7 +197,7 @@ class Draft:
             return spans(self.plan, self.me, mail.items)
         found = []
         for key, numbers in self.banks.items():
-            span = Span(key.group, key.device)
+            span = Span(key.group, key.device, key.dtype)
             for block in (self.plan.blocks[i] for i in numbers):
                 origin = self.plan.stored(block.param, self.me).start
                 span.add(block.param, block.region.moved(-a for a in origin).start, block.region.shape)
@@ -223,8 +223,14 @@ class Draft:
 
     def buffer_bytes(self) -> int:
         """Persistent buffers of messages."""
-        pairs = ((self.inbound, self.route.inbound), (self.outbound, self.route.outbound))
-        return sum((mail[0].numel + mail[1].numel) * itemsize(wire) for mail, wire in pairs if mail and wire)
+        return sum(self._buffers())
+
+    def _buffers(self) -> tuple[int, int, int]:
+        """Bytes of gradients that leave and, when those have left, directions that arrive; gradients that arrive;
+        directions that leave."""
+        there = [mail.numel * itemsize(str(self.route.inbound)) for mail in self.inbound or ()] or [0, 0]
+        back = [mail.numel * itemsize(str(self.route.outbound)) for mail in self.outbound or ()] or [0, 0]
+        return max(there[0], back[1]), there[1], back[0]
 
     def scratch(self) -> Iterator[tuple[ArenaKey, int]]:
         """Needs of the arena that all units share."""
@@ -249,21 +255,19 @@ class Draft:
 
     def _own(self, span: Span) -> torch.dtype:
         """Arithmetic on parameters is in the compute dtype, or in their own where that is better."""
-        dtype = compute_dtype(self.plan.groups[span.group])
-        for name in {self.plan.specs[run.key].dtype for run in span.runs}:
-            dtype = torch.promote_types(dtype, getattr(torch, name))
-        return dtype
+        return torch.promote_types(compute_dtype(self.plan.groups[span.group]), getattr(torch, span.dtype))
 
     def _stack(self, key: BankKey) -> ArenaKey:
         return "grads", key.device, compute_dtype(self.plan.groups[key.group])
 
     def unit(self, arena: Arena, banks: Sequence[Bank], comm: Comm) -> Unit:
-        device = arena.devices[next(key.device for key in self.plan.keys if key.route == self.route)]
+        device = arena.devices[self.route.device]
+        stored, arriving, leaving = (torch.zeros(n, dtype=torch.uint8, device=device) for n in self._buffers())
         inbound = outbound = None
         if self.inbound:
-            inbound = Wire(self.inbound, str(self.route.inbound), device, comm, gather=False)
+            inbound = Wire(self.inbound, str(self.route.inbound), stored, arriving, comm, gather=False)
         if self.outbound:
-            outbound = Wire(self.outbound, str(self.route.outbound), device, comm, gather=self.route.gather)
+            outbound = Wire(self.outbound, str(self.route.outbound), leaving, stored, comm, gather=self.route.gather)
         sent = inbound.sent if inbound else None
         received = outbound.received if outbound else None
         mine = {bank.key: bank for bank in banks}

@@ -225,13 +225,13 @@ class Run:
         for number, (name, p) in enumerate(self.model.named_parameters()):
             p.grad = self._grad(name, number, p, step)
 
-    def _grad(self, name: str, number: int, p: Tensor, step: int) -> Tensor | None:
+    def _grad(self, name: str, number: int, p: Tensor, step: int, dtype: torch.dtype | None = None) -> Tensor | None:
         if self.case.gaps and (step == 7 or (number + step) % 4 == 0):
             return None
         whole = noise(name, step, self.shapes[name])
         if self.case.spoilt and step in (6, 7, 9) and number % 2:
             whole.view(-1)[whole.numel() // 3] = torch.nan
-        part = whole.view(-1)[self.places[name]].to(p.dtype)
+        part = whole.view(-1)[self.places[name]].to(dtype or p.dtype)
         if not isinstance(p, DTensor):
             return part
         stride = torch.empty(p.shape, device="meta").stride()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import lather
 
+from . import cases
 from .cases import BASE, Case, Options, Run, Stored, fsdp, local, mesh_of, noise, train
 
 SHAPES = {"a": (9, 7), "b": (9, 7), "c": (4, 6), "d": (5,)}
@@ -201,25 +203,84 @@ def spoil(p: Tensor, number: int) -> None:
         local(p.grad).view(-1)[0] = torch.nan
 
 
-def strict_about_nan(layout: str) -> None:
+def strict_about_nan(layout: str, name: str = "table.weight") -> None:
     """The NaN is seen by one rank."""
     run = Run(layout, Case({"on_nonfinite": "raise"})).advance(1, 3)
     before = {name: local(p).clone() for name, p in run.model.named_parameters()}
     run.set_grads(4)
-    spoil(run.model.get_parameter("table.weight"), 1)
+    spoil(run.model.get_parameter(name), 1)
     try:
         run.opt.step()
     finally:
         assert all(torch.equal(local(p), before[name]) for name, p in run.model.named_parameters())
 
 
-def failing_refreshes(layout: str) -> None:
+def failing_refreshes(layout: str, name: str = "down.weight") -> None:
     """The statistics of one block are ruined on its owner, so its roots fail until that is an error."""
     run = Run(layout, Case({"max_failed_refreshes": 2, "precondition_frequency": 1})).advance(1, 2)
-    state = run.opt.state[run.model.get_parameter("down.weight")]
-    if "L0.0" in state:
+    state = run.opt.state[run.model.get_parameter(name)]
+    if "L0.0" in state and dist.get_rank() % 2:
         state["L0.0"].fill_(torch.nan)
     run.advance(3, 12)
+
+
+def warm_up_from_zero(layout: str) -> int:
+    """A first step at learning rate 0 in which one rank alone has a gradient that is not zero; the steps counted."""
+    run = Run(layout, Case({"lr": 0.0}))
+    run.set_grads(1)
+    for name, p in run.model.named_parameters():
+        if name != "low.weight" or dist.get_rank() != 2:
+            local(p.grad).zero_()
+    run.opt.step()
+    return int(run.opt.state[run.model.get_parameter("up.weight")]["step"])
+
+
+def strict_here_only() -> None:
+    """A group that only ranks 0 and 1 know wants an error; the others must not wait for it, nor be waited for."""
+    plain = nn.Parameter(torch.ones(4, 4))
+    groups: list[Any] = [{"params": [plain]}]
+    mesh = DeviceMesh("cpu", [0, 1])
+    if dist.get_rank() < 2:
+        sharded = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None))
+        groups.append({"params": [sharded], "on_nonfinite": "raise"})
+    opt = lather.Shampoo(groups, **BASE)
+    for step in range(3):
+        for group in opt.param_groups:
+            for p in group["params"]:
+                p.grad = torch.ones_like(p)
+        if step == 2 and dist.get_rank() == 1:
+            local(sharded.grad)[0, 0] = torch.nan
+        opt.step()
+
+
+def nothing_to_train_here() -> None:
+    """All that ranks share is frozen; one of them has something of its own."""
+    frozen = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+    mine = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+    meshes = [DeviceMesh("cpu", [rank]) for rank in range(2)]
+    if dist.get_rank() == 1:
+        mine = nn.Parameter(distribute_tensor(torch.ones(4, 4), meshes[1], [Shard(0)], src_data_rank=None))
+    opt = lather.Shampoo([frozen, mine], **BASE)
+    for _ in range(3):
+        if dist.get_rank() == 1:
+            mine.grad = torch.ones_like(mine)
+        opt.step()
+
+
+def mixed_precision(layout: str) -> Stored:
+    """Parameters of float32, float64 and bfloat16 in one group, the last with gradients of float32."""
+    dtypes = dict(zip(cases.shapes_of("toy"), itertools.cycle([torch.float32, torch.float64, torch.bfloat16])))
+    run = Run(layout, Case())
+    run.model = cases.lay_out(layout, "toy", lambda name, shape: noise(name, 0, shape).to(dtypes[name]))
+    wide = [name for name, dtype in dtypes.items() if dtype == torch.bfloat16 and hasattr(Tensor, "grad_dtype")]
+    for name in wide:
+        run.model.get_parameter(name).grad_dtype = torch.float32
+    run.opt = lather.Shampoo(run.model.named_parameters(), **BASE, momentum=0.9)
+    for step in range(1, 10):
+        for i, (name, p) in enumerate(run.model.named_parameters()):
+            p.grad = run._grad(name, i, p, step, torch.float32 if name in wide else p.dtype)
+        run.opt.step()
+    return {name: (numbers, part.double()) for name, (numbers, part) in run.stored().items()}
 
 
 def bad_option_on_one_rank(layout: str) -> None:
@@ -240,3 +301,11 @@ def wrapped_then_swapped(options: Options) -> Stored:
     layout = f"fsdp{dist.get_world_size()}"
     run.places = Run(layout, Case(options)).places
     return run.advance(1, 12).stored()
+
+
+def pickled() -> bytes:
+    return pickle.dumps(Run("ddp2", Case()).advance(1, 2).opt)
+
+
+def gather_to(rank: int) -> None:
+    Run("ddp2", Case()).advance(1, 2).opt.consolidate_state_dict(to=rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -123,3 +124,61 @@ def test_failures_reach_every_rank(function: Any, error: str, name: str, layout:
     for outcome in pools[2].attempt(function, layout, timeout=15):
         assert outcome.error == error, outcome
         assert name in outcome.message
+
+
+@four
+@pytest.mark.parametrize(
+    ("function", "error", "name"),
+    [
+        (edges.strict_about_nan, "FloatingPointError", "low.weight"),
+        (edges.failing_refreshes, "RuntimeError", "low.weight"),
+        (edges.bad_option_on_one_rank, "ValueError", "max_preconditioner_dim"),
+    ],
+    ids=["nan", "refresh", "option"],
+)
+def test_failures_reach_ranks_of_other_meshes(function: Any, error: str, name: str, pools: Pools) -> None:
+    """Of a parameter that two of four ranks store."""
+    arguments = () if error == "ValueError" else (name,)
+    for outcome in pools[4].attempt(function, "fsdp_sub22", *arguments, timeout=15):
+        assert outcome.error == error, outcome
+        assert name in outcome.message
+
+
+@four
+def test_a_step_counts_if_any_rank_has_a_gradient(pools: Pools) -> None:
+    assert pools[4].run(edges.warm_up_from_zero, "fsdp_sub22", timeout=15) == [1] * 4
+
+
+@four
+def test_a_strict_group_that_others_do_not_know(pools: Pools) -> None:
+    for outcome in pools[4].attempt(edges.strict_here_only, timeout=15):
+        assert outcome.error == "FloatingPointError", outcome
+
+
+@two
+def test_nothing_to_train(pools: Pools) -> None:
+    pools[2].run(edges.nothing_to_train_here, timeout=15)
+
+
+@two
+@pytest.mark.parametrize("layout", ["ddp2", "tp0x2"])
+def test_dtypes_side_by_side(layout: str, pools: Pools) -> None:
+    expected = toy([edges.mixed_precision("one")])
+    cases.assert_same(toy(pools[2].run(edges.mixed_precision, layout)), expected)
+
+
+@two
+def test_a_pickle_of_another_world(pools: Pools) -> None:
+    saved = pools[2].run(edges.pickled)
+    opt = pickle.loads(saved[0])
+    for group in opt.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match=r"began on ranks \[0, 1\]"):
+        opt.step()
+
+
+@two
+def test_gathering_to_nobody(pools: Pools) -> None:
+    for outcome in pools[2].attempt(edges.gather_to, 7, timeout=15):
+        assert outcome.error == "ValueError" and "to=7" in outcome.message

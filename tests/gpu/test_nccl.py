@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import lather
-from lather.exchange import Comm, agree
+from lather.exchange import Circle, Comm, difference
 from lather.options import wire_dtype
 from lather.plan import Route, Spec
 from lather.units import make_units
@@ -55,11 +55,11 @@ def _checked(*args: Any) -> Any:
 
 
 def gathered(spec: Spec, options: Any) -> Route:
-    return Route(spec.team, outbound=wire_dtype(options), gather=True)
+    return Route(spec.team, outbound=wire_dtype(options), gather=True, device=spec.device)
 
 
 def swapped(spec: Spec, options: Any) -> Route:
-    return Route(spec.team, "float32", wire_dtype(options))
+    return Route(spec.team, "float32", wire_dtype(options), device=spec.device)
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16", "float16", "int8"])
@@ -94,7 +94,11 @@ def test_small_things():
     comm = Comm((0,), torch.device("cuda", 0))
     assert comm.largest([3, -1]) == [3, -1]
     assert comm.collect({"a": 1}) == [{"a": 1}]
-    agree(comm, {"a": "b"})
+    assert difference(comm, {"a": "b"}) is None
+    circle = Circle([comm])
+    assert circle.any(True) and not circle.any(False)
+    assert circle.tell("a word") == "a word" and circle.tell(None) is None
+    assert circle.reduce_max(torch.ones((), device="cuda")).item() == 1
     comm.check_alive()
 
 
