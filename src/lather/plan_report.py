@@ -16,8 +16,10 @@ from .checkpoint import state_shapes
 from .layout import team_of
 from .plan import Plan, Spec, make_plan, refresh_cost
 from .roots import resolve, spell
-from .scale import RankReport, block_bytes, layout_named, rank_report
+from .scale import RankReport, block_bytes, layout_named, rank_report, scratch_bytes
+from .units import make_drafts
 
+WASTE = 0.2  # padding above which to say what helps
 KINDS = {"L": "factors", "X": "roots", "Q": "basis", "m": "filtered gradient", "v": "graft moment"}
 
 
@@ -62,7 +64,8 @@ class PlanReport:
         self.banks = _bank_rows(plan)
         self.memory = _memory(plan)
         self.teams = [rank_report(plan, team, places[team] if places else None) for team in range(len(plan.teams))]
-        self.scratch_bytes = max((team.scratch_bytes for team in self.teams), default=0)
+        drafts = make_drafts(plan, [team.place for team in self.teams]) if len(self.teams) > 1 else []
+        self.scratch_bytes = scratch_bytes(drafts) if drafts else self.teams[0].scratch_bytes
         self.step_flops = sum(map(assign.step_flops, plan.blocks))
         self.refresh_flops = sum(
             len(numbers) * refresh_cost(plan.blocks[numbers[0]], plan.groups[key.group], key.device)
@@ -271,7 +274,13 @@ def scale_table(rows: Mapping[int, RankReport]) -> str:
         )
         for ranks, row in rows.items()
     ]
-    return "\n".join(table((*head, "(4P/N + P) C(N)"), cells))
+    lines = table((*head, "(4P/N + P) C(N)"), cells)
+    if any(row.padding > WASTE or row.buffer_bytes > 2 * row.law_bytes for row in rows.values()):
+        lines += [
+            "",
+            "Much of this is padding or copies: let fewer ranks share the work (--group, num_trainers_per_group).",
+        ]
+    return "\n".join(lines)
 
 
 def _team_line(team: RankReport) -> str:

@@ -21,8 +21,8 @@ class RankReport:
     """The ranks that share the work: so many ``trainers``.
 
     Bytes are per rank. Buffers, scratch and what a step receives from other ranks (gradients inbound, directions outbound)
-    are those of ``place``: this rank's own or, on paper, the one with the most state. ``padding`` is the largest share of
-    an all-gather that only evens out messages; work is in FLOP per step, refreshes spread over their period;
+    are those of ``place``: this rank's own or, on paper, the one with the most state. ``padding`` is the share of what is
+    received that only evens out the messages of all-gathers; work is in FLOP per step, refreshes spread over their period;
     ``imbalance`` is its largest over its mean, C(N); ``law_bytes`` is the paper's ``(4 P / N + P) C(N)`` in float32.
     """
 
@@ -66,7 +66,7 @@ def rank_report(plan: Plan, team: int, place: int | None) -> RankReport:
         scratch_bytes=scratch_bytes(drafts),
         inbound_bytes=received["inbound"],
         outbound_bytes=received["outbound"],
-        padding=max((draft.padding() for draft in drafts), default=0.0),
+        padding=sum(draft.padding_bytes() for draft in drafts) / max(1, sum(received.values())),
         work_max=max(work),
         work_mean=sum(work) / trainers,
         imbalance=c,

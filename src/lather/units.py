@@ -213,13 +213,13 @@ class Draft:
             if mail and wire
         }
 
-    def padding(self) -> float:
-        """The share of what comes in an all-gather that is there only to make messages equally long."""
+    def padding_bytes(self) -> int:
+        """What comes in an all-gather only to make messages equally long."""
         if not self.outbound or not self.route.gather:
-            return 0.0
-        wire, mail = str(self.route.outbound), self.outbound[1]
-        numel = sum(item.move.region.numel for item in mail.items)
-        return 1 - exchange.message_numel(numel, len(mail.items), wire) / mail.numel
+            return 0
+        wire, items = str(self.route.outbound), [item for item in self.outbound[1].items if item.move.src != self.me]
+        numel = sum(item.move.region.numel for item in items)
+        return self.received_bytes()["outbound"] - exchange.message_numel(numel, len(items), wire) * itemsize(wire)
 
     def buffer_bytes(self) -> int:
         """Persistent buffers of messages."""
