@@ -22,7 +22,7 @@ from .roots import resolve
 GEOMETRY = ("max_preconditioner_dim", "merge_dims", "large_dim", "batch_dims", "precondition_1d")
 NOTHING: Mapping[tuple[int, int], int] = {}
 ALONE = Layout.everywhere(1)
-TRIES = 16  # holders of a block that are asked whether they are least loaded; with more, each holds next to nothing
+TRIES = 8  # holders of a block that are asked whether they are least loaded; with more, each holds next to nothing
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,8 @@ def make_plan(
         cuts = [(cut[0], cut[1] if home is None else (home,)) for cut, home in zip(cuts, homes, strict=True)]
     blocks = [block for block, _ in cuts]
     owners = _owners(specs, groups, teams, cuts)
-    keys = [_key(block, specs[block.param], groups[specs[block.param].group]) for block in blocks]
+    routes = [_route(spec, groups[spec.group]) for spec in specs]
+    keys = [_key(block, specs[block.param], routes[block.param]) for block in blocks]
     if stages > 1:
         numbers = _stages(blocks, owners, keys, stages)
         keys = [replace(key, route=replace(key.route, stage=stage)) for key, stage in zip(keys, numbers, strict=True)]
@@ -264,8 +265,7 @@ def _owners(
     return owners
 
 
-def _key(block: Block, spec: Spec, options: Mapping[str, Any]) -> BankKey:
-    route = _route(spec, options)
+def _key(block: Block, spec: Spec, route: Route) -> BankKey:
     return BankKey(route, spec.group, spec.device, spec.dtype, block.method, block.shape, block.modes)
 
 
