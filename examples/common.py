@@ -10,6 +10,7 @@ import argparse
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -61,6 +62,31 @@ def start(args: argparse.Namespace) -> torch.device:
 def say(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, flush=True)
+
+
+def train(
+    args: argparse.Namespace,
+    model: nn.Module,
+    opt: torch.optim.Optimizer,
+    done: int,
+    save: Callable[..., None],
+    rank: int,
+    ranks: int,
+) -> None:
+    """Take the steps after ``done``; this rank is one of so many that split every batch."""
+    text, held_out = load_text(args)
+    report = Report(args, model, held_out, rank, ranks)
+    report.begin(done)
+    last = min(args.steps, args.stop_after or args.steps)
+    for step in range(done + 1, last + 1):
+        set_lr(opt, args, step)
+        loss = share_of_loss(model, global_batch(text, step, args), rank, ranks)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        report.step(step, loss)
+        if args.checkpoint and (step % args.save_every == 0 or step == last):
+            save(args.checkpoint, model, opt, step)
 
 
 class Report:

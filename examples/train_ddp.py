@@ -28,20 +28,7 @@ def main() -> None:
     opt = common.make_optimizer(args, model.module)
     done = load(args.checkpoint, model, opt)
 
-    text, held_out = common.load_text(args)
-    report = common.Report(args, model, held_out, rank, ranks)
-    report.begin(done)
-    last = min(args.steps, args.stop_after or args.steps)
-    for step in range(done + 1, last + 1):
-        common.set_lr(opt, args, step)
-        loss = common.share_of_loss(model, common.global_batch(text, step, args), rank, ranks)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        report.step(step, loss)
-        if args.checkpoint and (step % args.save_every == 0 or step == last):
-            save(args.checkpoint, model, opt, step)
-
+    common.train(args, model, opt, done, save, rank, ranks)
     if args.save_final and rank == 0:
         torch.save(model.module.state_dict(), args.save_final)
     dist.barrier()

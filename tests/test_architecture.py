@@ -17,7 +17,7 @@ LAYERS = [
     {"options", "layout", "assign"},
     {"transforms", "plan", "rules"},
     {"bank", "exchange", "runs", "store"},
-    {"checkpoint", "health", "plan_report", "scale", "units"},
+    {"agreement", "census", "checkpoint", "health", "plan_report", "scale", "units"},
     {"optimizer"},
     {"__init__", "cli", "demo", "__main__"},
 ]

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checkpoint, exchange, rules
+from . import agreement, census, checkpoint, exchange, rules
+from .agreement import find_circle
 from .bank import Bank
-from .blocks import Layout
+from .census import Item, Ranks, items_of
 from .exchange import Circle, Comm
 from .health import Alarm, Watch, failures, nonfinite, tally
-from .layout import check_parameter, describe, groups_of, is_stored, layout_of, local, local_gradient, team_of
+from .layout import check_parameter, groups_of, is_stored, layout_of, local, local_gradient
 from .options import OPTIONS, STRUCTURAL, check_options, check_values, closest, state_dtype, whole
-from .plan import BankKey, Plan, Spec, first_come, make_plan
+from .plan import BankKey, Plan, first_come, make_plan
 from .plan_report import PlanReport, check_memory
 from .units import Step, Unit, identity, make_banks, make_units
 
-Item = tuple[int, int, Tensor]  # group, position in it, parameter
 ALARM = 10  # steps between looks at the failures of all ranks; the same whatever options a rank knows of
 
 
@@ -110,10 +110,10 @@ class Shampoo(torch.optim.Optimizer):
         try:
             check_options(group)
             for position, param in enumerate(group["params"]):
-                name = _name(group, len(self.param_groups) - 1, position)
+                name = census.name_of(group, len(self.param_groups) - 1, position)
                 check_parameter(param, name)
                 if is_stored(param):
-                    self._team(param, name)
+                    census.team(param, name, self._world(), self._trainers)
         except Exception:
             self.param_groups.pop()
             raise
@@ -250,41 +250,23 @@ class Shampoo(torch.optim.Optimizer):
         self._strict = False  # whether some rank has on_nonfinite="raise"
         self._calls = 0
         self._owners: dict[tuple[int, int, int], int] = {}  # place, by group, position in it, block
-        self._began: tuple[int, ...] = ()  # the world in which they were chosen
+        self._began: Ranks = ()  # the world in which they were chosen
         self._consolidated: dict[Tensor, dict[str, Tensor]] = {}
         self._watch, self._alarm = Watch(), Alarm()
-
-    def _everything(self) -> list[Item]:
-        """All parameters that this rank stores something of, or could."""
-        groups = enumerate(self.param_groups)
-        found = [(number, position, p) for number, group in groups for position, p in enumerate(group["params"])]
-        return [item for item in found if is_stored(item[-1])]
 
     def _is_trainable(self, p: Tensor) -> bool:
         """It may get a gradient, or has had one: state that is there is kept when a parameter is frozen."""
         return p.requires_grad or p.grad is not None or p in self.state
 
     def _trainable(self) -> list[Item]:
-        return [item for item in self._everything() if self._is_trainable(item[-1])]
+        return [item for item in items_of(self.param_groups) if self._is_trainable(item[-1])]
 
-    def _world(self) -> tuple[int, ...]:
+    def _world(self) -> Ranks:
         return exchange.world(self._process_group)
 
-    def _team(self, p: Tensor, name: str) -> tuple[tuple[int, ...], Layout]:
-        return team_of(*layout_of(p, self._world(), name), self._trainers, exchange.my_rank(), name)
-
     def _make_plan(self, trainable: Sequence[Item], groups: list[dict[str, Any]]) -> Plan:
-        specs: list[Spec] = []
-        teams: dict[tuple[int, ...], int] = {}
-        devices: dict[str, list[torch.device]] = {}
-        for g, i, p in trainable:
-            name = _name(groups[g], g, i)
-            check_parameter(p, name)  # again, because wrappers swap parameters after construction
-            ranks, layout = self._team(p, name)
-            team, dtype = teams.setdefault(ranks, len(teams)), str(p.dtype).removeprefix("torch.")
-            device = _device_name(p.device, devices)
-            specs.append(Spec(name, tuple(p.shape), g, device, dtype, team, layout, _grad_dtype(p)))
-        return make_plan(specs, groups, list(teams), self._stages, self._settled(trainable))
+        specs, teams = census.take(trainable, groups, self._world(), self._trainers)
+        return make_plan(specs, groups, teams, self._stages, self._settled(trainable))
 
     def _settled(self, trainable: Sequence[Item]) -> dict[tuple[int, int], int]:
         """Owners that blocks have by now, by position in a plan for these parameters."""
@@ -309,63 +291,31 @@ class Shampoo(torch.optim.Optimizer):
                 raise
             error = e
         if not self._agreed:
-            self._circle = self._find_circle()
+            self._circle = find_circle(
+                items_of(self.param_groups), self.param_groups, self._world(), self._process_group
+            )
         if not self._agreed or self._check_ranks:
             self._agree(error)
 
-    def _find_circle(self) -> Circle:
-        """The ranks of all meshes that this rank stores parameters on."""
-        world, known = self._world(), [self._process_group]
-        devices: dict[tuple[int, ...], torch.device] = {}
-        for g, i, p in self._everything():
-            devices[tuple(sorted(layout_of(p, world, _name(self.param_groups[g], g, i))[0]))] = p.device
-            known += groups_of(p)
-        shared = [ranks for ranks in sorted(devices, key=first_come) if len(ranks) > 1]
-        return Circle([Comm(ranks, devices[ranks], known) for ranks in shared])
-
     def _agree(self, error: Exception | None) -> None:
         """Raise on all ranks, or on none."""
-        if error is not None and not self._circle:
-            raise error
-        problem = None
-        for comm in self._circle.comms:
-            problem = exchange.difference(comm, self._facts(comm.ranks, error)) or problem
-        if error is not None:
-            problem = problem or str(error)
-        problem = self._circle.tell(problem)
-        if problem is not None:
-            if error is not None and problem == str(error):
-                raise error
-            raise ValueError(problem) from error
+        agreement.agree(self._circle, self._facts, error)
         if not self._agreed:
             self._strict = self._circle.any(any(group["on_nonfinite"] == "raise" for group in self.param_groups))
             for comm in sorted(self._comms.values(), key=lambda comm: (not comm.together, first_come(comm.ranks))):
                 comm.check_alive()  # makes the groups that are not there yet, in an order that all ranks share
         self._agreed, self._loaded = True, False
 
-    def _facts(self, ranks: tuple[int, ...], error: Exception | None) -> dict[str, str]:
-        """All that must be the same on these ranks, in words."""
-        if error is not None:
-            return {"the plan": f"{type(error).__name__}: {error}"}
-        world = self._world()
-        mine = [i for i, p in enumerate(self._params) if tuple(sorted(layout_of(p, world)[0])) == ranks]
-        specs = [(i, self._plan.specs[i], self._params[i]) for i in mine]
-        facts = {"the plan": "made", "num_trainers_per_group": str(self._trainers), "stages": str(self._stages)}
-        facts |= {"check_ranks": str(self._check_ranks), "the number of parameters": str(len(specs))}
-        facts |= {f"parameter number {k}": f"{spec.name} {describe(p)}" for k, (_, spec, p) in enumerate(specs)}
-        schedule: dict[int, int] = {}
-        for g in sorted({spec.group for _, spec, _ in specs}):
-            group = self.param_groups[g]
-            facts |= {f"{name} of param group {g}": _plain(group[name]) for name in OPTIONS}
-            if group["refresh"] == "staggered" and self._trainers:  # several ranks refresh the same block
-                schedule |= self._plan.offsets(g)
-        if self._loaded or self._check_ranks:
-            facts |= {f"the step of parameter {spec.name}": str(self._steps[i]) for i, spec, _ in specs}
-        members = set(mine)
-        blocks = [(n, self._plan.owners[n]) for n, block in enumerate(self._plan.blocks) if block.param in members]
-        facts |= {"owners of blocks and steps of refreshes": str([(owner, schedule.get(n)) for n, owner in blocks])}
-        if self._check_ranks:
-            facts |= {f"whether {spec.name} has a gradient": str(p.grad is not None) for _, spec, p in specs}
+    def _facts(self, ranks: Ranks) -> dict[str, str]:
+        facts = {"num_trainers_per_group": str(self._trainers), "stages": str(self._stages)}
+        facts |= {"check_ranks": str(self._check_ranks)}
+        repeated = self._trainers is not None
+        facts |= agreement.facts_of(self._plan, self._params, self._world(), ranks, repeated=repeated)
+        for i in agreement.members(self._params, self._world(), ranks):
+            if self._loaded or self._check_ranks:
+                facts[f"the step of parameter {self._name_of(i)}"] = str(self._steps[i])
+            if self._check_ranks:
+                facts[f"whether {self._name_of(i)} has a gradient"] = str(self._params[i].grad is not None)
         return facts
 
     # Building.
@@ -414,7 +364,7 @@ class Shampoo(torch.optim.Optimizer):
             )
             for group in self.param_groups
         ]
-        params = [(id(p), p.device, p.dtype, _grad_dtype(p), p.shape) for *_, p in trainable]
+        params = [(id(p), p.device, p.dtype, census.grad_dtype(p), p.shape) for *_, p in trainable]
         return params, options, self._world()
 
     def _refuse_moving(self) -> None:
@@ -557,7 +507,7 @@ class Shampoo(torch.optim.Optimizer):
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         ours = [p for group in self.param_groups for p in group["params"]]
         saved = {p: state_dict["state"].get(i, {}) for p, i in zip(ours, ids, strict=True)}
-        trainable = [item for item in self._everything() if saved[item[-1]] or self._is_trainable(item[-1])]
+        trainable = [item for item in items_of(self.param_groups) if saved[item[-1]] or self._is_trainable(item[-1])]
         plan = self._make_plan(trainable, groups)
         needed = checkpoint.expected_shapes(plan, plan.banks_of(self._places(plan)))
         known = checkpoint.expected_shapes(plan, plan.all_banks())
@@ -608,27 +558,3 @@ def _refuse_restructuring(before: list[tuple[Any, ...]], now: list[tuple[Any, ..
                     f"{name} of param group {number} was changed from {was!r} to {is_now!r} after the first step; it decides which "
                     "state there is, so build a new optimizer instead"
                 )
-
-
-def _plain(value: Any) -> str:
-    """An option's value in words that do not depend on a device."""
-    return str(value.item() if isinstance(value, Tensor) else value)
-
-
-def _grad_dtype(p: Tensor) -> str:
-    """What a gradient comes in: newer versions of torch let it differ from the parameter."""
-    return str(getattr(p, "grad_dtype", p.dtype) or torch.float32).removeprefix("torch.")
-
-
-def _device_name(device: torch.device, seen: dict[str, list[torch.device]]) -> str:
-    """A device's kind, and its number among those that this process uses: the same on every rank."""
-    found = seen.setdefault(device.type, [])
-    if device not in found:
-        found.append(device)
-    number = found.index(device)
-    return f"{device.type}:{number}" if number else device.type
-
-
-def _name(group: Mapping[str, Any], number: int, position: int) -> str:
-    names = group.get("param_names")
-    return names[position] if names else f"param_groups[{number}]['params'][{position}]"
