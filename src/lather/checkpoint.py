@@ -125,8 +125,9 @@ def _part(saved: Any, view: Any, stored: Region) -> Tensor:
 def collect(
     plan: Plan, banks: Sequence[Bank], views: Sequence[Views], comms: Mapping[int, Comm], rank: int, to: int
 ) -> list[Views]:
-    """The whole state on the rank ``to``, by parameter, in host memory; nothing on the others. A collective.
+    """The whole state on the rank ``to``, by parameter, in host memory. A collective.
 
+    On the others, what they have but DTensors: torch would gather those again, and the rank ``to`` does not take part.
     Teams that ``to`` is not part of repeat the work of one that it is part of, or work for parameters that it does not have.
     """
     found: list[Views] = []
@@ -150,7 +151,9 @@ def collect(
                             found[block.param][key(role, block.index)] = (
                                 value.clone()
                             )  # a view would drag its bank along
-    return found if rank == to else []
+    if rank == to:
+        return found
+    return [{k: view for k, view in entry.items() if not is_dtensor(view)} for entry in views]
 
 
 def _whole(view: Tensor, keep: bool) -> Tensor | None:

@@ -459,7 +459,7 @@ class Shampoo(torch.optim.Optimizer):
         if to not in known:
             raise ValueError(f"to={to} is none of the ranks {sorted(known)} that store these parameters")
         gathered = checkpoint.collect(self._plan, self._banks, self._views, self._comms, rank, to)
-        self._consolidated = dict(zip(self._params, gathered, strict=True)) if gathered else {}
+        self._consolidated = dict(zip(self._params, gathered, strict=True))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -412,6 +412,20 @@ def flat_parameter() -> None:
     lather.Shampoo([("_flat_param", flat)])
 
 
+def through_torchs_full_state(layout: str, case: Case) -> Stored:
+    """Consolidated first, so that what torch gathers on rank 0 is whole; and resumed from that."""
+    from torch.distributed.checkpoint import state_dict as api
+
+    run = Run(layout, case).advance(1, 6)
+    run.opt.consolidate_state_dict(to=0)
+    options = api.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    gathered = api.get_optimizer_state_dict(run.model, run.opt, options=options)
+    run.opt = run._optimizer()
+    options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    api.set_optimizer_state_dict(run.model, run.opt, gathered if dist.get_rank() == 0 else {}, options=options)
+    return run.advance(7, case.steps).stored()
+
+
 def from_a_gathered_state(layout: str) -> list[str]:
     """What torch gathers on rank 0 has rank 0's blocks only: the warnings that each rank gives when it loads that."""
     from torch.distributed.checkpoint import state_dict as api

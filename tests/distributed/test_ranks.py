@@ -91,3 +91,10 @@ def test_a_state_without_this_ranks_blocks(layout: str, pools: Pools) -> None:
     """Torch fills what is missing with zeros before it loads, so it cannot be refused; but it is not silent."""
     first, second = pools[2].run(cases.from_a_gathered_state, layout)
     assert not first and second
+
+
+@pytest.mark.parametrize("layout", ["ddp2", "fsdp2"])
+def test_a_full_state_that_was_consolidated(layout: str, pools: Pools) -> None:
+    case = cases.Case({"momentum": 0.9})
+    stored = pools[2].run(cases.through_torchs_full_state, layout, case, timeout=30)
+    cases.assert_same(cases.assemble(stored, cases.shapes_of(case.model)), cases.alone(case))
