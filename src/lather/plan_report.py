@@ -275,10 +275,10 @@ def scale_table(rows: Mapping[int, RankReport]) -> str:
         for ranks, row in rows.items()
     ]
     lines = table((*head, "(4P/N + P) C(N)"), cells)
-    if any(row.padding > WASTE or row.buffer_bytes > 2 * row.law_bytes for row in rows.values()):
+    if any(row.padding > WASTE for row in rows.values()):
         lines += [
             "",
-            "Much of this is padding or copies: let fewer ranks share the work (--group, num_trainers_per_group).",
+            "Much of this is padding: let fewer ranks share the work (--group, num_trainers_per_group).",
         ]
     return "\n".join(lines)
 
