@@ -94,7 +94,7 @@ class PlanReport:
         lines = [*table(("parameter", "shape", "method", "blocks", "why"), map(_param_cells, self.params)), ""]
         lines += [*table(("bank", "slots", "block", "solver", "state"), map(_bank_cells, self.banks)), ""]
         lines += ["state: " + ", ".join(f"{kind} {bytes_text(size)}" for kind, size in self.memory.items())]
-        lines += [f"scratch: {bytes_text(self.scratch_bytes)} kept between steps, for the stacks of the largest bank"]
+        lines += [f"scratch: {bytes_text(self.scratch_bytes)} kept between steps, shared by all banks"]
         lines += [
             f"work: {flops_text(self.step_flops)} per step, {flops_text(self.refresh_flops)} per refresh of all roots"
         ]
@@ -248,19 +248,8 @@ def _bank_cells(row: BankRow) -> tuple[str, ...]:
 
 def scale_table(rows: Mapping[int, RankReport]) -> str:
     """One line for each number of ranks; memory and traffic are those of the rank with the most state."""
-    head = (
-        "ranks",
-        "share",
-        "state/rank",
-        "mean",
-        "buffers",
-        "scratch",
-        "in/step",
-        "out/step",
-        "padding",
-        "work/rank",
-        "C(N)",
-    )
+    head: tuple[str, ...] = ("ranks", "share", "state/rank", "mean", "buffers", "scratch", "in/step", "out/step")
+    head += ("padding", "work/rank", "C(N)", "(4P/N + P) C(N)")
     cells = [
         (
             str(ranks),
@@ -274,7 +263,7 @@ def scale_table(rows: Mapping[int, RankReport]) -> str:
         )
         for ranks, row in rows.items()
     ]
-    lines = table((*head, "(4P/N + P) C(N)"), cells)
+    lines = table(head, cells)
     if any(row.padding > WASTE for row in rows.values()):
         lines += [
             "",

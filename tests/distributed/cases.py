@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -187,7 +187,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     gaps: bool = False  # some gradients are missing on some steps, and all of them on one
     spoilt: bool = False  # a few NaN
-    groups: bool = False  # two param groups with different options
+    groups: bool = False  # a param group for every decay mode, one of them with another graft
     optimizer: str = "shampoo"
     model: str = "toy"
     steps: int = 12  # three refreshes of the roots
@@ -209,7 +209,9 @@ class Run:
             return torch.optim.AdamW(named, lr=0.05, foreach=False)
         params: list[Any] = named
         if self.case.groups:
-            params = [{"params": named[::2], "weight_decay": 0.2}, {"params": named[1::2], "graft": "sgd", "eps": 1e-3}]
+            modes = ("decoupled", "l2", "corrected", "independent")
+            params = [{"params": named[i::4], "weight_decay": 0.1, "weight_decay_mode": m} for i, m in enumerate(modes)]
+            params[1] |= {"graft": "sgd", "eps": 1e-3}
         return lather.Shampoo(params, **BASE | self.case.options)
 
     def advance(self, first: int, last: int) -> Run:
@@ -405,11 +407,10 @@ def fail_on_one_rank() -> None:
     opt.step()
 
 
-def flat_parameter() -> None:
-    """As FSDP1 makes them."""
-    flat = nn.Parameter(torch.ones(6))
-    flat._is_flat_param = True  # type: ignore[attr-defined]
-    lather.Shampoo([("_flat_param", flat)])
+def flat_parameter(use_orig_params: bool) -> None:
+    """As FSDP1 makes them, and as it shows them."""
+    model = FullyShardedDataParallel(nn.Linear(6, 4), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+    lather.Shampoo(model.named_parameters())
 
 
 def through_torchs_full_state(layout: str, case: Case) -> Stored:

@@ -31,7 +31,7 @@ CASE = Case(
     },
     gaps=True,
     groups=True,
-    steps=16,
+    steps=20,
 )
 ORDINARY, FLAT, OFFLOADED, BACKGROUND = Way(), Way(flat=True), Way(offload=True), Way(background=True)
 ALL = ("one", "ddp2", "ddp3", "fsdp2", "fsdp3", "fsdp4", "hsdp22", "tp0x2", "tp1x2", "fsdp_tp22", "mixed2")
@@ -105,9 +105,9 @@ def test_another_number_of_trainers(
 @pytest.mark.parametrize(
     "case",
     [
-        Case({"root": "qr", "momentum": 0.5, "stages": 2}, dtype=torch.bfloat16, steps=16),
-        Case({"root": "newton", "communication_dtype": "int8", "state_dtype": "bfloat16", "momentum": 0.9}, steps=16),
-        Case({"large_dim": "diagonal", "graft": None, "precondition_1d": True, "eps": 1e-2}, steps=16),
+        Case({"root": "qr", "momentum": 0.5, "stages": 2}, dtype=torch.bfloat16, steps=20),
+        Case({"root": "newton", "communication_dtype": "int8", "state_dtype": "bfloat16", "momentum": 0.9}, steps=20),
+        Case({"large_dim": "diagonal", "graft": None, "precondition_1d": True, "eps": 1e-2}, steps=20),
     ],
     ids=["qr", "int8", "diagonal"],
 )

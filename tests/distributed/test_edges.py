@@ -109,24 +109,9 @@ def test_disagreement_on_gradients_does_not_hang(layout: str, pools: Pools) -> N
     pools[2].run(edges.gradient_on_one_rank_only, layout)
 
 
-@two
-@pytest.mark.parametrize("layout", BOTH)
 @pytest.mark.parametrize(
-    ("function", "error", "name"),
-    [
-        (edges.strict_about_nan, "FloatingPointError", "table.weight"),
-        (edges.failing_refreshes, "RuntimeError", "down.weight"),
-        (edges.bad_option_on_one_rank, "ValueError", "max_preconditioner_dim"),
-    ],
-    ids=["nan", "refresh", "option"],
+    "layout", [pytest.param(name, marks=in_world(name)) for name in ("ddp2", "fsdp2", "fsdp_sub22")]
 )
-def test_failures_reach_every_rank(function: Any, error: str, name: str, layout: str, pools: Pools) -> None:
-    for outcome in pools[2].attempt(function, layout, timeout=15):
-        assert outcome.error == error, outcome
-        assert name in outcome.message
-
-
-@four
 @pytest.mark.parametrize(
     ("function", "error", "name"),
     [
@@ -136,10 +121,9 @@ def test_failures_reach_every_rank(function: Any, error: str, name: str, layout:
     ],
     ids=["nan", "refresh", "option"],
 )
-def test_failures_reach_ranks_of_other_meshes(function: Any, error: str, name: str, pools: Pools) -> None:
-    """Of a parameter that two of four ranks store."""
-    arguments = () if error == "ValueError" else (name,)
-    for outcome in pools[4].attempt(function, "fsdp_sub22", *arguments, timeout=15):
+def test_failures_reach_every_rank(function: Any, error: str, name: str, layout: str, pools: Pools) -> None:
+    """In the last layout also those that do not store the parameter: two of four ranks do."""
+    for outcome in pools[cases.LAYOUTS[layout].world].attempt(function, layout, timeout=15):
         assert outcome.error == error, outcome
         assert name in outcome.message
 

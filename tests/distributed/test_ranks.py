@@ -82,8 +82,9 @@ def test_trainers_that_do_not_fit(layout: str, trainers: int, message: str, pool
     refused(pools[2].attempt(cases.step_with, layout, options, timeout=10), message)
 
 
-def test_flat_parameters(pools: Pools) -> None:
-    refused(pools[2].attempt(cases.flat_parameter, timeout=10), "_flat_param", "fully_shard")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_flat_parameters(use_orig_params: bool, pools: Pools) -> None:
+    refused(pools[2].attempt(cases.flat_parameter, use_orig_params, timeout=10), "FSDP1", "fully_shard")
 
 
 @pytest.mark.parametrize("layout", ["ddp2", "fsdp2"])
