@@ -22,6 +22,8 @@ test: setup
 
 bench: setup
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/train.py
+	$(BIN)/python benchmarks/solvers.py
 
 clean:
 	rm -rf .venv build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .coverage

@@ -1,138 +1,117 @@
-"""Train a byte-level transformer on WikiText-2 text and report validation bits per byte; needs a GPU and the data.
+"""Train a byte-level transformer on WikiText-2 text and report validation bits per byte; needs the data, and a GPU unless --tiny.
 
-    python benchmarks/bytes.py --data DIR [--runs adamw newton eigh] [--seeds 0 1] [--out benchmarks/results]
+    python benchmarks/bytes.py --data DIR [--runs adamw auto@10 eigh@1] [--lr 2e-3 4e-3] [--seeds 0 1]
 
-DIR holds train.txt.xz and valid.txt.xz. 6 layers, width 384, 6 heads, context 256, no biases in linear layers, untied head:
-10.9M parameters. Batch 128, 1500 steps, warm-up 100, cosine to 5%, weight decay 0.1, betas (0.9, 0.95), gradients clipped to
-1.0, bf16 autocast, learning rate 2e-3. Validation is the mean over 10 fixed batches, every 250 steps.
+A run is `adamw`, or a root solver and the steps between refreshes: `qr@1`, `newton(iterations=20)@50`. DIR holds train.txt.xz
+and valid.txt.xz. 6 layers, width 384, 6 heads, context 256, no biases in linear layers, untied head: 10.9M parameters. Batch 128,
+1500 steps, a fifteenth of them warm-up, cosine to 5%, weight decay 0.1, betas (0.9, 0.95), gradients clipped to 1.0, bf16 autocast.
+Validation is the mean over 10 fixed batches, at six steps of equal distance; the time includes it.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
+import itertools
 import lzma
 import math
 import pathlib
-import time
+import sys
+from typing import Any
 
+import common
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from common import DEVICE, Results
+from models import Transformer, loss_of
+from torch import Tensor, nn
 
 import lather
 
-WIDTH, LAYERS, HEADS, CONTEXT, BATCH, STEPS = 384, 6, 6, 256, 128, 1500
-RUNS = {
-    "adamw": None,
-    "eigh": {"root": "eigh"},
-    "newton": {"root": "newton"},
-    "higher_order": {"root": "higher_order"},
-    "qr": {"root": "qr"},
-}
+FULL = {"layers": 6, "width": 384, "heads": 6, "context": 256, "batch": 128}
+TINY = {"layers": 1, "width": 32, "heads": 2, "context": 32, "batch": 8}
+CHECKS = 6
+Options = dict[str, Any] | None  # None is AdamW
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        batch, length, _ = x.shape
-        heads = [y.view(batch, length, HEADS, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1)]
-        mixed = scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
-        return x + self.down(gelu(self.up(self.norm2(x))))
+def read_run(text: str) -> tuple[str, Options]:
+    if text == "adamw":
+        return text, None
+    root, at, frequency = text.rpartition("@")
+    options = {"root": root, "precondition_frequency": int(frequency)} if at else {"root": text}
+    return text, common.checked(options)
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.token, self.position = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
-        for name, p in self.named_parameters():
-            if p.dim() == 2:
-                residual = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * LAYERS) if residual else 0.02)
-
-    def forward(self, x):
-        h = self.token(x) + self.position.weight[: x.shape[1]]
-        for layer in self.layers:
-            h = layer(h)
-        return self.head(self.norm(h))
+def load(path: pathlib.Path) -> Tensor:
+    return torch.frombuffer(bytearray(lzma.open(path).read()), dtype=torch.uint8).to(DEVICE)
 
 
-def load(path: pathlib.Path) -> torch.Tensor:
-    return torch.frombuffer(bytearray(lzma.open(path).read()), dtype=torch.uint8).cuda()
-
-
-def draw(data, generator):
-    start = torch.randint(0, len(data) - CONTEXT - 1, (BATCH,), generator=generator).cuda()
-    window = data[start[:, None] + torch.arange(CONTEXT + 1, device="cuda")].long()
+def draw(data: Tensor, size: dict[str, int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    start = torch.randint(0, len(data) - size["context"] - 1, (size["batch"],), generator=generator).to(DEVICE)
+    window = data[start[:, None] + torch.arange(size["context"] + 1, device=DEVICE)].long()
     return window[:, :-1], window[:, 1:]
 
 
-def loss_of(model, x, y):
-    with torch.autocast("cuda", torch.bfloat16):
-        logits = model(x)
-    return cross_entropy(logits.float().flatten(0, 1), y.flatten())
+def make_model(size: dict[str, int]) -> Transformer:
+    shape = {name: size[name] for name in ("layers", "width", "heads", "context")}
+    return Transformer(vocab=256, tied=False, bias=False, **shape).to(DEVICE)
 
 
-def train(options, train_data, valid_data, seed, lr) -> dict:
-    torch.manual_seed(seed)
-    model = Model().cuda()
+def make_optimizer(model: nn.Module, options: Options, lr: float) -> torch.optim.Optimizer:
     recipe = {"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
     if options is None:
-        opt = torch.optim.AdamW(model.parameters(), fused=True, **recipe)
-    else:
-        opt = lather.Shampoo(model.named_parameters(), **recipe, **options)
+        return common.adamw(model.parameters(), **recipe)
+    return lather.Shampoo(model.named_parameters(), **recipe | options)
+
+
+def rate(step: int, steps: int) -> float:
+    """The learning rate as a part of the largest."""
+    warmup = steps // 15
+    cosine = 0.5 + 0.5 * math.cos(math.pi * max(0, step - warmup) / (steps - warmup))
+    return min(1, step / max(1, warmup)) * (0.05 + 0.95 * cosine)
+
+
+def train(options: Options, data: dict[str, Tensor], size: dict[str, int], steps: int, seed: int, lr: float) -> dict:
+    torch.manual_seed(seed)
+    model = make_model(size)
+    opt = make_optimizer(model, options, lr)
     generator = torch.Generator().manual_seed(seed)
-    held = [draw(valid_data, torch.Generator().manual_seed(1000 + i)) for i in range(10)]
-    curve, begin = [], time.perf_counter()
-    for step in range(1, STEPS + 1):
-        cosine = 0.5 + 0.5 * math.cos(math.pi * max(0, step - 100) / (STEPS - 100))
-        opt.param_groups[0]["lr"] = lr * min(1, step / 100) * (0.05 + 0.95 * cosine)
-        loss_of(model, *draw(train_data, generator)).backward()
+    held = [draw(data["valid"], size, torch.Generator().manual_seed(1000 + i)) for i in range(10)]
+    curve, begin = [], common.now()
+    for step in range(1, steps + 1):
+        opt.param_groups[0]["lr"] = lr * rate(step, steps)
+        loss_of(model, *draw(data["train"], size, generator)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step()
         opt.zero_grad()
-        if step % 250 == 0:
+        if step * CHECKS // steps > (step - 1) * CHECKS // steps:
             with torch.no_grad():
                 nats = torch.stack([loss_of(model, *batch) for batch in held]).mean().item()
             curve.append(round(nats / math.log(2), 4))
-    return {"bits_per_byte": curve, "wall_s": round(time.perf_counter() - begin, 1)}
+    wall = (common.now() - begin) / 1e3
+    return {"bits_per_byte": curve, "wall_s": round(wall, 1), "state_mib": common.state_mib(opt)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: list[str]) -> int:
+    parser = common.make_parser(__doc__)
     parser.add_argument("--data", type=pathlib.Path, required=True)
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=["adamw", "newton", "eigh"])
+    default = [read_run("adamw"), read_run("auto@10")]
+    parser.add_argument(
+        "--runs", nargs="*", type=common.argument(read_run), default=default, metavar="adamw|ROOT@FREQUENCY"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).parent / "results")
-    args = parser.parse_args()
-    torch.set_float32_matmul_precision("high")
-    train_data, valid_data = (load(args.data / f"{split}.txt.xz") for split in ("train", "valid"))
-    report = {
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "lather": lather.__version__,
-        "lr": args.lr,
-        "results": {},
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name in args.runs:
-        for seed in args.seeds:
-            row = train(RUNS[name], train_data, valid_data, seed, args.lr)
-            report["results"][f"{name}/seed {seed}"] = row
-            print(name, seed, row, flush=True)
-            (args.out / f"bytes-{report['date']}.json").write_text(json.dumps(report, indent=1) + "\n")
+    parser.add_argument("--lr", nargs="+", type=float, default=[2e-3])
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--tiny", action="store_true", help="a model that a CPU can train")
+    common.add_options(parser)
+    args = parser.parse_args(argv)
+    size = TINY if args.tiny else FULL
+    results = Results("bytes", args, argv, steps=args.steps, **size)
+    data = {split: load(args.data / f"{split}.txt.xz") for split in ("train", "valid")}
+    runs = args.runs + [(common.spell(options), options) for options in args.options]
+    for (name, options), lr, seed in itertools.product(runs, args.lr, args.seeds):
+        with results.attempt(f"{name}, lr {lr:g}, seed {seed}"):
+            row = train(options, data, size, args.steps, seed, lr)
+            results.add(run=name, options=options, lr=lr, seed=seed, **row)
+    return results.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

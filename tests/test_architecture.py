@@ -12,11 +12,11 @@ import lather
 
 ROOT = pathlib.Path(lather.__file__).parent
 LAYERS = [
-    {"_version", "blocks", "linalg", "schedule", "shapes", "reference"},
+    {"_version", "blocks", "kernels", "linalg", "schedule", "shapes", "reference"},
     {"roots"},
     {"options", "layout", "assign"},
     {"transforms", "plan", "rules"},
-    {"bank", "exchange", "runs", "store"},
+    {"bank", "exchange", "fleet", "runs", "store"},
     {"agreement", "census", "checkpoint", "health", "plan_report", "scale", "units"},
     {"optimizer"},
     {"__init__", "cli", "demo", "__main__"},

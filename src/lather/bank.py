@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,15 @@ from .transforms import (
     GRAFTS,
     PRECONDITIONERS,
     Context,
+    Graft,
     Preconditioner,
     Stack,
     State,
-    Transform,
     filter_gradient,
     init_filter,
 )
+
+RESCUES = 4  # slots of a bank that may be sent to eigh in one step: on an accelerator each makes the host wait
 
 
 class Bank:
@@ -46,6 +48,8 @@ class Bank:
         self.stack = make_stack(key, len(blocks), group, device)
         self.state: State = {}
         self.begun = False  # whether a slot may have been refreshed, as far as the host knows
+        self.changes = 0  # how often roots have been written
+        self.failing: frozenset[int] = frozenset()  # slots whose last refresh failed, as far as the host knows
         self.counts = torch.zeros(2, len(blocks), dtype=torch.int32, device=self.stack.device)
 
     def views(self) -> Iterator[tuple[Block, str, Tensor]]:
@@ -57,8 +61,14 @@ class Bank:
     def state_changed(self, group: Mapping[str, Any]) -> None:
         """To be called when the state was written from outside, by a checkpoint: forget failures, look for roots."""
         self.counts.zero_()
+        self.failing = frozenset()
         method = preconditioner_of(self.key, group)
         self.begun = method is not None and bool(method.ready(self.state).any())
+        self.changes += 1
+
+    def refreshed(self) -> None:
+        self.begun = True
+        self.changes += 1
 
     def update(
         self,
@@ -94,11 +104,11 @@ class Bank:
         if method is None:
             return graft.apply(self.state, u, ctx)
         method.accumulate(self.state, grads, ctx)
-        if due := self._due(ctx, active, offsets):
-            self._count_failures(due, method.refresh(self.state, due, ctx))
-            self.begun = True
+        if due := due_slots(self.numbers, ctx, active, offsets):
+            refresh(method, self.state, due, ctx, self.counts[1], self.failing)
+            self.refreshed()
         own = graft.apply(self.state, u, ctx)
-        started = self._started(ctx)
+        started = started_slots(ctx)
         if not (self.begun and any(started)):
             return own
         direction = method.apply(self.state, u, ctx)
@@ -109,26 +119,44 @@ class Bank:
             ready = ready & from_host(started, ready)
         return torch.where(per_slot(ready, own), direction, own)
 
-    def _started(self, ctx: Context) -> list[bool]:
-        """Slots that have reached ``start_preconditioning_step``. Its default, the frequency, says when roots are first
-        due and no more: a frequency that is raised later does not take roots away."""
-        start = ctx.group["start_preconditioning_step"]
-        return [start is None or t >= start for t in ctx.steps]
 
-    def _due(self, ctx: Context, active: Sequence[bool], offsets: Mapping[int, int] | None) -> list[int]:
-        """The slots to refresh in this step."""
-        start, frequency = options.start_step(ctx.group), ctx.group["precondition_frequency"]
-        if offsets is None and ctx.uniform and not is_due(ctx.steps[0], start, frequency, None):
-            return []
-        return [
-            slot
-            for slot, (number, t) in enumerate(zip(self.numbers, ctx.steps, strict=True))
-            if active[slot] and is_due(t, start, frequency, None if offsets is None else offsets[number])
-        ]
+def started_slots(ctx: Context) -> list[bool]:
+    """Slots that have reached ``start_preconditioning_step``. Its default, the frequency, says when roots are first due and
+    no more: a frequency that is raised later does not take roots away."""
+    start = ctx.group["start_preconditioning_step"]
+    return [start is None or t >= start for t in ctx.steps]
 
-    def _count_failures(self, slots: Sequence[int], ok: Tensor) -> None:
-        index = from_host(slots, ok)
-        self.counts[1, index] = torch.where(ok, 0, self.counts[1, index] + 1)
+
+def due_slots(
+    numbers: Sequence[int], ctx: Context, active: Sequence[bool], offsets: Mapping[int, int] | None
+) -> list[int]:
+    """The slots to refresh in this step, of blocks with these numbers."""
+    start, frequency = options.start_step(ctx.group), ctx.group["precondition_frequency"]
+    if offsets is None and ctx.uniform and not is_due(ctx.steps[0], start, frequency, None):
+        return []
+    return [
+        slot
+        for slot, (number, t) in enumerate(zip(numbers, ctx.steps, strict=True))
+        if active[slot] and is_due(t, start, frequency, None if offsets is None else offsets[number])
+    ]
+
+
+def refresh(
+    method: Preconditioner,
+    state: State,
+    due: Sequence[int],
+    ctx: Context,
+    failed: Tensor,
+    failing: Collection[int],
+) -> None:
+    """Refresh what is due, a few of the slots that failed the last time by eigh, and count failures in a row."""
+    hard = [slot for slot in due if slot in failing][:RESCUES]
+    easy = [slot for slot in due if slot not in hard]
+    for slots, exact in ((easy, False), (hard, True)):
+        if slots:
+            ok = method.refresh(state, slots, ctx, exact)
+            index = from_host(slots, ok)
+            failed[index] = torch.where(ok, 0, failed[index] + 1)
 
 
 def make_stack(key: BankKey, n: int, group: Mapping[str, Any], device: torch.device) -> Stack:
@@ -139,7 +167,7 @@ def preconditioner_of(key: BankKey, group: Mapping[str, Any]) -> Preconditioner 
     return PRECONDITIONERS[group["preconditioner"]] if key.method == "kronecker" else None
 
 
-def graft_of(key: BankKey, group: Mapping[str, Any]) -> Transform:
+def graft_of(key: BankKey, group: Mapping[str, Any]) -> Graft:
     return GRAFTS["adagrad" if key.method == "adagrad" else group["graft"]]
 
 

@@ -35,7 +35,10 @@ class Watch:
         A rank that is not ``alone`` does not raise: all do, together, when the :class:`Alarm` says so.
         """
         counts = self._read(bank)
-        if counts is None or not any(map(any, counts)):
+        if counts is None:
+            return
+        bank.failing = frozenset(slot for slot, failed in enumerate(counts[1]) if failed)
+        if not any(map(any, counts)):
             return
         for slot, (skipped, failed) in enumerate(zip(*counts, strict=True)):
             block = bank.blocks[slot]

@@ -43,16 +43,18 @@ def gram_diagonal(x: Tensor, mode: int) -> Tensor:
     return unfold(x, mode).square().sum(2)
 
 
-def mode_product(x: Tensor, factor: Tensor, mode: int) -> Tensor:
-    """Multiply a mode by a symmetric matrix ``[n, d, d]`` or, given ``[n, d]``, by a diagonal one."""
+def mode_product(x: Tensor, factor: Tensor, mode: int, out: Tensor | None = None) -> Tensor:
+    """Multiply a mode by a symmetric matrix ``[n, d, d]`` or, given ``[n, d]``, by a diagonal one; into ``out`` if given."""
     if factor.dim() == 2:
         shape = [x.shape[0]] + [1] * (x.dim() - 1)
         shape[mode + 1] = x.shape[mode + 1]
-        return x * factor.view(shape)
+        return torch.mul(x, factor.view(shape), out=out)
     if mode == x.dim() - 2 and mode > 0:  # symmetric, so the last mode multiplies from the right without a transpose
-        return torch.bmm(x.flatten(1, -2), factor).view(x.shape)
+        rows = x.flatten(1, -2)
+        return torch.bmm(rows, factor, out=None if out is None else out.view(rows.shape)).view(x.shape)
     moved = x.movedim(mode + 1, 1)
-    return torch.bmm(factor, unfold(x, mode)).view(moved.shape).movedim(1, mode + 1)
+    product = torch.bmm(factor, unfold(x, mode)).view(moved.shape).movedim(1, mode + 1)
+    return product if out is None else out.copy_(product)
 
 
 def symmetrize(a: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ class Shampoo(torch.optim.Optimizer):
         eps: float = 1e-12,
         weight_decay: float = 0.0,
         *,
+        damping: str = "absolute",
         beta3: float | None = None,
         weight_decay_mode: str = "decoupled",
         momentum: float = 0.0,

@@ -14,7 +14,7 @@ from torch import Tensor
 # fmt: off
 DEFAULTS: dict[str, Any] = {
     "lr": 1e-3, "betas": (0.9, 0.999), "beta3": None,  # None: betas[0]
-    "eps": 1e-12, "bias_correction": True, "maximize": False,
+    "eps": 1e-12, "damping": "absolute", "bias_correction": True, "maximize": False,
     "weight_decay": 0.0, "weight_decay_mode": "decoupled",
     "momentum": 0.0, "dampening": 0.0, "nesterov": False,
     "exponent": None, "exponent_multiplier": 1.0,  # float or {order: float}; None: multiplier / (2 order)
@@ -26,6 +26,7 @@ DEFAULTS: dict[str, Any] = {
 }
 # fmt: on
 CHOICES: dict[str, tuple[str | None, ...]] = {
+    "damping": ("absolute", "relative"),
     "weight_decay_mode": ("l2", "decoupled", "corrected", "independent"),
     "graft": ("sgd", "adagrad", "rmsprop", "adam", None),
     "large_dim": ("block", "diagonal", "adagrad"),
@@ -216,9 +217,18 @@ class Reference:
         e = o["exponent_multiplier"] / (2 * order) if e is None else e
         bc2 = 1 - beta2**t if o["bias_correction"] and beta2 != 1 else 1.0
         if all(factor.isfinite().all() for factor in block.factors):
-            roots = [inverse_power(factor / bc2, e, o["eps"]) if e else None for factor in block.factors]
+            corrected = [factor / bc2 for factor in block.factors]
+            roots = [inverse_power(a, e, self._ridge(a)) if e else None for a in corrected]
             if all(root is None or root.isfinite().all() for root in roots):
                 block.roots = roots
+
+    def _ridge(self, a: Tensor) -> float:
+        """eps, or eps times the fourth root of the sum of the eigenvalues' fourth powers."""
+        eps = float(self.options["eps"])
+        if self.options["damping"] == "absolute":
+            return eps
+        square = a**2 if a.ndim == 1 else a @ a
+        return max(eps * math.sqrt(square.norm()), 1e-30)  # a zero factor has a root too
 
     def _accumulate_graft(self, block: Block, g: Tensor) -> None:
         if block.method == "adagrad":

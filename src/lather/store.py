@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,11 +32,11 @@ class Arena:
     def reserve(self, key: ArenaKey, numel: int) -> None:
         self._sizes[key] = max(numel, self._sizes.get(key, 0))
 
-    def take(self, key: ArenaKey, *shape: int) -> Tensor:
+    def take(self, key: ArenaKey, *shape: int, start: int = 0) -> Tensor:
         if key not in self._flat:
             _, device, dtype = key
-            self._flat[key] = torch.empty(self._sizes[key], dtype=dtype, device=self.devices[device])
-        return self._flat[key][: math.prod(shape)].view(*shape)
+            self._flat[key] = torch.zeros(self._sizes[key], dtype=dtype, device=self.devices[device])
+        return self._flat[key][start : start + math.prod(shape)].view(*shape)
 
 
 @dataclass
@@ -126,13 +127,19 @@ class Chunk:
     def __init__(self, span: Span, keys: Mapping[str, ArenaKey], arena: Arena, messages: Tensor | None) -> None:
         self.group = span.group
         self.members = tuple(dict.fromkeys(run.key for run in span.runs))
-        runs = coalesce(span.runs)
-        self._mirrors = {
-            role: Mirror(runs, arena.take(key, span.numel)) for role, key in keys.items() if role != "directions"
-        }
-        self._messages, self._span = messages, span
-        self._flat = arena.take(keys["directions"], span.numel) if "directions" in keys else None
+        self._keys, self._arena, self._messages, self._span = keys, arena, messages, span
         self._lengths = from_host(span.lengths, messages, torch.int64) if messages is not None else None
+
+    @cached_property
+    def _mirrors(self) -> dict[str, Mirror]:
+        """Buffers of tensors by role, taken when they are first needed: a fleet does without them."""
+        runs = coalesce(self._span.runs)
+        keys = {role: key for role, key in self._keys.items() if role != "directions"}
+        return {role: Mirror(runs, self._arena.take(key, self._span.numel)) for role, key in keys.items()}
+
+    @cached_property
+    def _flat(self) -> Tensor:
+        return self._arena.take(self._keys["directions"], self._span.numel)
 
     def read(self, grads: Mapping[int, Tensor], params: Mapping[int, Tensor], group: Mapping[str, Any]) -> Tensor:
         """The gradients as the mathematics sees them: flat, in the order of the span."""
@@ -149,7 +156,7 @@ class Chunk:
 
     def directions(self) -> Tensor:
         """The directions that messages brought: flat, in the order of the span."""
-        assert self._messages is not None and self._flat is not None and self._lengths is not None
+        assert self._messages is not None and self._lengths is not None
         parts = self._span.parts
         if len(parts) == 1 and self._messages.dtype == self._flat.dtype:
             return self._message(parts[0][1], parts[0][2])
@@ -160,7 +167,7 @@ class Chunk:
 
     def _scales(self) -> Tensor:
         """Bytes are copied first: messages are not aligned for numbers of four bytes."""
-        assert self._messages is not None and self._flat is not None
+        assert self._messages is not None
         raw = torch.empty(SCALE * len(self._span.lengths), dtype=torch.int8, device=self._messages.device)
         copy_pairs([(raw[here : here + size], self._message(there, size)) for here, there, size in self._span.scales])
         return raw.view(torch.float32).to(self._flat.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 from . import exchange
 from .bank import Bank, initial_state
 from .exchange import Comm, Mail, Wire, itemsize
+from .fleet import Call, Fleet, Part, Place, Share, alike, divide, place
+from .fleet import scratch as fleet_scratch
+from .layout import local
 from .options import compute_dtype, wire_dtype
 from .plan import BankKey, Plan, Route
 from .runs import Run, coalesce
@@ -48,11 +52,14 @@ class Unit:
     banks: tuple[Bank, ...]
     reads: tuple[Chunk, ...]  # gradients: of each bank, or of what is sent to owners
     writes: tuple[Chunk, ...]  # parameters: of each bank, or of what owners send
-    stacks: tuple[Tensor, ...]  # where each bank's gradients come together
+    stacks: tuple[Tensor | None, ...]  # where each bank's gradients come together; none if they are read where they are
     arrivals: tuple[Slots, ...]  # of each bank, in the messages from holders
     departures: tuple[Slots, ...]  # of each bank, in the messages to holders
     inbound: Wire | None
     outbound: Wire | None
+    fleets: tuple[Fleet, ...]  # banks that are computed together
+    alone: tuple[int, ...]  # and those that are not
+    arena: Arena
 
     def send(self, step: Step) -> None:
         """Phase 1, storage to compute: gradients leave for the owners of their blocks."""
@@ -64,19 +71,10 @@ class Unit:
     def compute(self, step: Step) -> None:
         """Phase 2: batched mathematics. Directions of blocks that do not travel are applied at once."""
         received = self.inbound.finish() if self.inbound else None
-        for i, bank in enumerate(self.banks):
-            active = [block.param in step.grads for block in bank.blocks]
-            if any(active):
-                grads = self._gradients(i, received, step)
-                directions = _update(bank, grads, active, step)
-            elif self.outbound:
-                directions = torch.full_like(self.stacks[i], torch.nan)
-            else:
-                continue
-            if self.outbound:
-                self._post(i, directions, step.groups[bank.key.group])
-            else:
-                self._write_own(i, directions, step)
+        for group in self.fleets:
+            self._compute_together(group, received, step)
+        for i in self.alone:
+            self._compute_alone(i, received, step)
         if self.outbound:
             self.outbound.start()
 
@@ -88,8 +86,54 @@ class Unit:
                 params = {i: step.params[i] for i in chunk.members}
                 chunk.write(chunk.directions(), params, step.momenta, step.groups[chunk.group])
 
+    def _compute_alone(self, i: int, received: Tensor | None, step: Step) -> None:
+        bank = self.banks[i]
+        active = [block.param in step.grads for block in bank.blocks]
+        if any(active):
+            directions = _update(bank, self._gradients(i, received, step), active, step)
+        elif self.outbound:
+            directions = self._nothing(bank)
+        else:
+            return
+        if self.outbound:
+            self._post(i, directions, step.groups[bank.key.group])
+        else:
+            self._write_own(i, directions, step)
+
+    def _compute_together(self, fleet: Fleet, received: Tensor | None, step: Step) -> None:
+        numbers = [self.banks.index(part.bank) for part in fleet.parts]
+        active = [i in step.grads for i in fleet.params]
+        directions = None
+        if any(active):
+            directions = fleet.update(self._call(fleet, numbers, active, received, step))
+        for i, number in enumerate(numbers if self.outbound else ()):
+            stack = self._nothing(self.banks[number]) if directions is None else fleet.stack(directions, i)
+            self._post(number, stack, step.groups[fleet.key.group])
+
+    def _nothing(self, bank: Bank) -> Tensor:
+        """Directions of a bank without gradients."""
+        stack = bank.stack
+        return torch.full((stack.n, *stack.shape), torch.nan, dtype=stack.compute, device=stack.device)
+
+    def _call(
+        self, fleet: Fleet, numbers: Sequence[int], active: Sequence[bool], received: Tensor | None, step: Step
+    ) -> Call:
+        group, steps = step.groups[fleet.key.group], [max(step.counts[i], 1) for i in fleet.params]
+        scratch = {
+            role: self.arena.take((role, fleet.key.device, dtype), numel)
+            for role, (dtype, numel) in fleet_scratch(fleet.parts, group).items()
+        }
+        offsets = next((step.offsets(part.key) for part in fleet.parts if part.key.modes), None)
+        if not fleet.raw:
+            return Call(group, steps, active, offsets, scratch, [self._gradients(i, received, step) for i in numbers])
+        members = dict.fromkeys(fleet.params)
+        params, momenta = [step.params[i] for i in members], [step.momenta[i] for i in members if i in step.momenta]
+        grads = alike([step.grads.get(i) for i in members], params)
+        return Call(group, steps, active, offsets, scratch, grads, params, momenta)
+
     def _gradients(self, i: int, received: Tensor | None, step: Step) -> Tensor:
         stack = self.stacks[i]
+        assert stack is not None
         if received is None:
             self.reads[i].read(step.grads, step.params, step.groups[self.reads[i].group])  # which fills the stack
         else:
@@ -169,27 +213,51 @@ def make_units(
 ) -> list[Unit]:
     """All units of all routes, also of those for which this rank owns nothing, in an order that all ranks share."""
     arena = Arena({spec.device: p.device for spec, p in zip(plan.specs, params, strict=True)})
-    drafts = make_drafts(plan, places)
+    stored = [local(p) for p in params]
+    drafts = make_drafts(plan, places, stored)
     for draft in drafts:
         for key, numel in draft.scratch():
             arena.reserve(key, numel)
-    return [draft.unit(arena, banks, comms[draft.route.team]) for draft in drafts]
+    return [draft.unit(arena, banks, comms[draft.route.team], stored) for draft in drafts]
 
 
-def make_drafts(plan: Plan, places: Sequence[int]) -> list[Draft]:
-    return [Draft(plan, route, places[route.team]) for route in plan.routes]
+def make_drafts(plan: Plan, places: Sequence[int], stored: Sequence[Tensor] = ()) -> list[Draft]:
+    return [Draft(plan, route, places[route.team], stored) for route in plan.routes]
 
 
 class Draft:
-    """A unit of one place before anything is allocated: its messages and buffers, from the plan alone."""
+    """A unit of one place before anything is allocated: its messages and buffers, from the plan alone.
 
-    def __init__(self, plan: Plan, route: Route, me: int) -> None:
-        self.plan, self.route, self.me = plan, route, me
+    Tensors that are ``stored`` only tell how they lie in memory; without them they are taken to be contiguous.
+    """
+
+    def __init__(self, plan: Plan, route: Route, me: int, stored: Sequence[Tensor] = ()) -> None:
+        self.plan, self.route, self.me, self.stored = plan, route, me, stored
         self.banks = {key: numbers for key, numbers in plan.banks(route.team, me).items() if key.route == route}
         self.inbound = exchange.inbound_mail(plan, route, me) if route.inbound else None
         self.outbound = exchange.outbound_mail(plan, route, me) if route.outbound else None
         self.reads = self._spans(self.inbound[0] if self.inbound else None)
         self.writes = self._spans(self.outbound[1] if self.outbound else None)
+        self.fleets = self._fleets()
+        together = {share.key for fleet in self.fleets for share in fleet}
+        self.alone = [i for i, key in enumerate(self.banks) if key not in together]
+
+    def _fleets(self) -> list[list[Share]]:
+        """Banks that go through kernels together, unless directions must be rounded or a block is scattered in memory."""
+        groups, direct = self.plan.groups, self.route.direct
+        banks = [
+            (key, len(numbers))
+            for key, numbers in self.banks.items()
+            if (self.outbound or wire_dtype(groups[key.group]) == "float32")
+            and (self.inbound or not self.stored or all(self._place(i) for i in numbers))
+        ]
+        return divide(banks, groups, cut=direct)
+
+    def _place(self, number: int) -> Place | None:
+        """Where a block lies in the tensor that is stored."""
+        block = self.plan.blocks[number]
+        region = block.region.moved(-a for a in self.plan.stored(block.param, self.me).start)
+        return place(region.start, region.shape, self.stored[block.param].stride())
 
     def _spans(self, mail: Mail | None) -> list[Span]:
         """What is stored of a buffer of messages or, if nothing travels, of each bank."""
@@ -234,12 +302,21 @@ class Draft:
 
     def scratch(self) -> Iterator[tuple[ArenaKey, int]]:
         """Needs of the arena that all units share."""
-        for span in self.reads:
+        reads = self.reads if self.inbound else [self.reads[i] for i in self.alone]
+        writes = self.writes if self.outbound else [self.writes[i] for i in self.alone]
+        for span in reads:
             yield from ((key, span.numel) for key in self._reading(span).values())
-        for span in self.writes:
+        for span in writes:
             yield from ((key, span.numel) for key in self._writing(span).values())
-        for key, numbers in self.banks.items():
-            yield self._stack(key), len(numbers) * math.prod(key.shape)
+        keys = list(self.banks)
+        for key in (keys[i] for i in self.alone):
+            yield self._stack(key), len(self.banks[key]) * math.prod(key.shape)
+        for shares in self.fleets:
+            key = shares[0].key
+            for role, (dtype, numel) in fleet_scratch(shares, self.plan.groups[key.group]).items():
+                yield (role, key.device, dtype), numel
+            if self.inbound:
+                yield self._stack(key), sum(share.padded for share in shares)
 
     def _reading(self, span: Span) -> dict[str, ArenaKey]:
         group = self.plan.groups[span.group]
@@ -260,7 +337,7 @@ class Draft:
     def _stack(self, key: BankKey) -> ArenaKey:
         return "grads", key.device, compute_dtype(self.plan.groups[key.group])
 
-    def unit(self, arena: Arena, banks: Sequence[Bank], comm: Comm) -> Unit:
+    def unit(self, arena: Arena, banks: Sequence[Bank], comm: Comm, params: Sequence[Tensor]) -> Unit:
         device = arena.devices[self.route.device]
         stored, arriving, leaving = (torch.zeros(n, dtype=torch.uint8, device=device) for n in self._buffers())
         inbound = outbound = None
@@ -275,12 +352,42 @@ class Draft:
             tuple(mine[key] for key in self.banks),
             tuple(Chunk(span, self._reading(span), arena, sent) for span in self.reads),
             tuple(Chunk(span, self._writing(span), arena, received) for span in self.writes),
-            tuple(arena.take(self._stack(key), len(numbers), *key.shape) for key, numbers in self.banks.items()),
+            self._stacks(arena),
             self._slots(self.inbound[1] if self.inbound else None),
             self._slots(self.outbound[0] if self.outbound else None),
             inbound,
             outbound,
+            tuple(self._fleet(shares, mine) for shares in self.fleets),
+            tuple(self.alone),
+            arena,
         )
+
+    def _stacks(self, arena: Arena) -> tuple[Tensor | None, ...]:
+        """Where gradients come together: of banks of a fleet side by side, of the others in the same place."""
+        starts = {key: 0 for i, key in enumerate(self.banks) if i in self.alone}
+        for shares in self.fleets if self.inbound else ():
+            offsets = accumulate((share.padded for share in shares), initial=0)
+            starts |= {share.key: start for share, start in zip(shares, offsets, strict=False)}
+        return tuple(
+            arena.take(self._stack(key), len(numbers), *key.shape, start=starts[key]) if key in starts else None
+            for key, numbers in self.banks.items()
+        )
+
+    def _fleet(self, shares: Sequence[Share], banks: Mapping[BankKey, Bank]) -> Fleet:
+        raw = self.inbound is None
+        numbers = [self.banks[share.key][share.start : share.stop] for share in shares]
+        members = dict.fromkeys(self.plan.blocks[i].param for part in numbers for i in part)
+        position = {param: i for i, param in enumerate(members)}
+        parts = []
+        for bank_number, (share, part) in enumerate(zip(shares, numbers, strict=True)):
+            places = [
+                self._place(i) if raw else Place(slot * share.numel, (share.numel,), (1,))
+                for slot, i in enumerate(part)
+            ]
+            tensors = [position[self.plan.blocks[i].param] if raw else bank_number for i in part]
+            found = [at for at in places if at is not None]
+            parts.append(Part(share.key, share.start, share.stop, banks[share.key], tensors, found))
+        return Fleet(parts, raw=raw, lands=self.outbound is None)
 
     def _slots(self, mail: Mail | None) -> tuple[Slots, ...]:
         """Each bank's share of messages, as runs over its stack."""

@@ -38,6 +38,7 @@ VARIANTS: dict[str, Options] = {
     "never": {"start_preconditioning_step": math.inf},
     "newton": {"root": "newton"},
     "higher_order": {"root": "higher_order"},
+    "minimax": {"root": "minimax"},
     "qr": {"root": "qr"},
 }
 every_variant = pytest.mark.parametrize("options", [BASE | o for o in VARIANTS.values()], ids=list(VARIANTS))

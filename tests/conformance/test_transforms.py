@@ -26,6 +26,7 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 OPTIONS: dict[str, dict[str, Any]] = {
     "average": {"betas": (0.9, 0.95)},
     "sum": {"betas": (0.9, 1.0)},
+    "relative": {"betas": (0.9, 0.95), "damping": "relative"},
     "uncorrected": {"betas": (0.9, 0.95), "bias_correction": False, "exponent": 0.3},
 }
 

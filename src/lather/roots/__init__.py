@@ -5,16 +5,20 @@ A new solver is one file and one entry in `SOLVERS`; the conformance tests run o
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from ..linalg import symmetrize
 from .auto import choose
-from .base import Basis, EigenSolver, Root, RootSolver, settle
+from .base import Basis, EigenSolver, Root, RootSolver, lift, settle
 from .eigh import Eigh
 from .higher_order import HigherOrder
+from .minimax import Minimax
 from .newton import Newton
-from .numerics import power
+from .numerics import power, relative_ridge
 from .qr import Qr
 from .spec import SOLVERS, parse, resolve, spell
+from .track import Track
 
 __all__ = [
     "SOLVERS",
@@ -22,31 +26,47 @@ __all__ = [
     "EigenSolver",
     "Eigh",
     "HigherOrder",
+    "Minimax",
     "Newton",
     "Qr",
     "Root",
     "RootSolver",
+    "Track",
     "choose",
     "parse",
     "power",
+    "relative_ridge",
+    "rescue",
     "resolve",
     "solve",
     "spell",
 ]
 
 
-def solve(solver: RootSolver, a: Tensor, e: float, eps: float, state: dict[str, Tensor]) -> Root:
-    """The solver's roots, with the slots that it gives up on done once more by eigh in float64.
+def solve(solver: RootSolver, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
+    """The solver's roots and, where asking costs nothing, the slots that it gives up on done once more by eigh in float64.
 
-    One host read, to see whether there are such slots; none for Eigh, which does this itself.
+    To ask an accelerator would make the host wait: there such slots come back as not ok, and the caller, who learns of it
+    later, sends them to :func:`rescue`.
     """
     root = solver(a, e, eps, state)
-    if isinstance(solver, Eigh):
+    if isinstance(solver, Eigh) or not a.is_cpu:
         return root
     bad = (~root.ok).nonzero().squeeze(1)
     if bad.numel() == 0:
         return root
-    exact = Eigh()(a[bad].double(), e, eps, {})
-    value, ok = settle(exact.value.to(a.dtype), exact.ok)
-    rescued = Root(value, ok, exact.residual.to(a.dtype))
+    warm = {role: value[bad] for role, value in state.items()}
+    rescued = rescue(a[bad], e, eps[bad] if isinstance(eps, Tensor) else eps, warm)
+    state |= {role: old.index_copy(0, bad, warm[role]) for role, old in state.items()}
     return Root(*(old.index_copy(0, bad, new) for old, new in zip(root, rescued, strict=True)))
+
+
+def rescue(a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
+    """Roots by eigh in float64. A basis `"Q"` in `state`, the warm start of a solver that gave up, becomes eigh's."""
+    basis = Eigh().basis(a.double(), {})
+    values = lift(basis.values, torch.ones_like(basis.values[:, :1, None]), eps)
+    value = symmetrize((basis.vectors * power(values, -e)[:, None, :]) @ basis.vectors.mT)
+    value, ok = settle(value.to(a.dtype), basis.ok)
+    if "Q" in state:
+        state["Q"] = torch.where(ok[:, None, None], basis.vectors.to(a.dtype), state["Q"])
+    return Root(value, ok, basis.residual.to(a.dtype))

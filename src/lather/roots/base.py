@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..linalg import per_slot
 from .numerics import all_finite, eye_like, full_precision
 
 
@@ -30,6 +31,7 @@ class RootSolver(ABC):
     The call takes a stack `a` [n, d, d] in float32 or float64 and returns roots in that dtype. A slot that is
     not finite or does not converge has `ok` False and the identity for a value; it raises nothing and leaves
     the other slots as they would be alone. On one CPU thread a slot gets the same bits in every stack.
+    `eps` is one ridge for all slots, or one for each [n]; `linalg.per_slot` and `numerics.column` shape either.
     A solver with a warm start replaces entries of `state`; the caller keeps them for the slots that are ok.
     """
 
@@ -48,15 +50,18 @@ class RootSolver(ABC):
     def flops(self, d: int) -> float:
         """Estimated operations per matrix and call."""
 
-    def __call__(self, a: Tensor, e: float, eps: float, state: dict[str, Tensor]) -> Root:
+    def __call__(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
         with full_precision(a.device):
             finite, eye = all_finite(a), eye_like(a)
+            if isinstance(eps, Tensor):
+                finite = finite & torch.isfinite(eps)
+                eps = torch.where(finite, eps, 1.0).to(a.dtype)
             root = self._root(torch.where(finite[:, None, None], a, eye), e, eps, state)
             value, ok = settle(root.value, root.ok & finite)
             return Root(value, ok, root.residual.masked_fill(~finite, torch.inf))
 
     @abstractmethod
-    def _root(self, a: Tensor, e: float, eps: float, state: dict[str, Tensor]) -> Root:
+    def _root(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
         """The call for finite `a`; a value that is not finite counts as not ok."""
 
 
@@ -83,10 +88,10 @@ def settle(value: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(ok[:, None, None], value, eye_like(value)), ok
 
 
-def lift(values: Tensor, scale: Tensor, eps: float) -> Tensor:
+def lift(values: Tensor, scale: Tensor, eps: float | Tensor) -> Tensor:
     """Eigenvalues [n, d] times `scale` [n, 1, 1], moved up by the least that makes them >= eps, as float64.
 
     `lambda - min(lambda_min, 0) + eps`: a factor is positive semi-definite; what is below zero is rounding.
     """
     x = values.double() * scale.squeeze(-1).double()
-    return x - x.amin(1, keepdim=True).clamp(max=0.0) + eps
+    return x - x.amin(1, keepdim=True).clamp(max=0.0) + per_slot(eps, x)

@@ -9,7 +9,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from ..linalg import symmetrize
+from ..linalg import per_slot, symmetrize
 from .base import Root, RootSolver
 from .numerics import eye_like, normalize, power
 
@@ -56,8 +56,8 @@ class Coupled(RootSolver):
     def flops(self, d: int) -> float:
         return 2.0 * d**3 * (self.iterations * (self.order + 2) + 1)  # for p = 4
 
-    def _root(self, a: Tensor, e: float, eps: float, state: dict[str, Tensor]) -> Root:
-        ratio = fraction(e)
+    def _root(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
+        ratio, eps = fraction(e), per_slot(eps, a)
         a, scale = normalize(a, floor=eps)
         # ||A^2||_F^(1/2) >= lambda_max, tighter than ||A||_F; 1.01 covers its rounding.
         z = 1.01 * torch.linalg.vector_norm(a @ a, dim=(1, 2), keepdim=True).sqrt()

@@ -33,7 +33,7 @@ class Eigh(EigenSolver):
     def flops(self, d: int) -> float:
         return 15.0 * d**3  # the decomposition 9; root, residual and orthogonality 2 each
 
-    def _root(self, a: Tensor, e: float, eps: float, state: dict[str, Tensor]) -> Root:
+    def _root(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
         work, scale = normalize(_working(a))
         q, values, ok, residual = decompose(work)
         f = power(lift(values, scale, eps), -e).to(work.dtype)

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Far below any ridge that matters, and still with a finite inverse and products of roots in float32.
+SMALLEST_RIDGE = 1e-30
+
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
@@ -65,7 +68,7 @@ def all_finite(x: Tensor) -> Tensor:
     return torch.isfinite(x).flatten(1).all(1)
 
 
-def normalize(a: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor]:
+def normalize(a: Tensor, floor: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
     """`a / c` and `c` [n, 1, 1], the power of two with `c <= max(|a|, floor) < 2c`; 1 if that maximum is 0.
 
     Division by it is exact, and afterwards squares neither overflow nor vanish.
@@ -74,6 +77,27 @@ def normalize(a: Tensor, floor: float = 0.0) -> tuple[Tensor, Tensor]:
     # Dividing by the mantissa is exact down to denormals, which ldexp (a float pow) is not.
     c = torch.where(size > 0, size / (2 * torch.frexp(size).mantissa), 1.0)
     return a / c, c
+
+
+def relative_ridge(a: Tensor, eps: float) -> Tensor:
+    """`max(eps s, 1e-30)` [n], `s = ||A^2||_F^(1/2)`, for matrices [n, d, d] or diagonals [n, d].
+
+    `s` is the Schatten 4-norm: at least `lambda_max` and at most `d^(1/4)` times that, close to it where the spectrum
+    decays. The floor is the ridge of a factor that is zero, or as good as.
+    """
+    if a.dim() == 2:
+        ridge = eps * _fourth_norm(a.double().square())
+    else:
+        with full_precision(a.device):
+            x, scale = normalize(a)
+            ridge = eps * _fourth_norm(x @ x) * scale.flatten()  # in this order the norm itself cannot overflow
+    return ridge.clamp(min=SMALLEST_RIDGE)
+
+
+def _fourth_norm(squares: Tensor) -> Tensor:
+    """`||A^2||_F^(1/2)` [n] from `A^2`."""
+    norm: Tensor = torch.linalg.vector_norm(squares, dim=tuple(range(1, squares.dim())))
+    return norm.sqrt()
 
 
 def power(x: Tensor, exponent: float) -> Tensor:
@@ -85,3 +109,10 @@ def power(x: Tensor, exponent: float) -> Tensor:
     d = x.shape[-1]
     rows = torch.nn.functional.pad(x.double(), (0, -d % 64), value=1.0)
     return (rows**exponent)[:, :d]
+
+
+def column(x: float | Tensor, like: Tensor) -> Tensor:
+    """A number, or one per slot [n], as [n, 1, 1] in the dtype and on the device of `like` [n, d, d]."""
+    if isinstance(x, Tensor):
+        return x.to(like.dtype).view(-1, 1, 1)
+    return torch.full((like.shape[0], 1, 1), x, dtype=like.dtype, device=like.device)

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ..linalg import symmetrize
+from ..linalg import per_slot, symmetrize
 from .base import Basis, EigenSolver, Root, lift, settle
 from .eigh import decompose
 from .numerics import eye_like, normalize, power
@@ -61,11 +61,12 @@ class Qr(EigenSolver):
     def flops(self, d: int) -> float:
         return d**3 * (14 / 3 * self.iterations + 8.3)
 
-    def _root(self, a: Tensor, e: float, eps: float, state: dict[str, Tensor]) -> Root:
+    def _root(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
         a, scale = normalize(a)
-        q, s, residual = self._frame(a, eps / scale, state)
+        ridge = per_slot(eps, a) / scale
+        q, s, residual = self._frame(a, ridge, state)
         values = lift(_diagonal(s), scale, eps)
-        h = eye_like(a) + _first_order(values, _coupling(s, eps / scale), e)
+        h = eye_like(a) + _first_order(values, _coupling(s, ridge), e)
         y = q * power(values, -e / 2).to(a.dtype)[:, None, :]
         positive = torch.linalg.cholesky_ex(h).info == 0
         return Root(symmetrize(y @ h @ y.mT), positive, residual)

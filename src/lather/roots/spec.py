@@ -14,10 +14,12 @@ from .auto import choose
 from .base import RootSolver
 from .eigh import Eigh
 from .higher_order import HigherOrder
+from .minimax import Minimax
 from .newton import Newton
 from .qr import Qr
+from .track import Track
 
-SOLVERS: dict[str, type[RootSolver]] = {s.name: s for s in (Eigh, Newton, HigherOrder, Qr)}
+SOLVERS: dict[str, type[RootSolver]] = {s.name: s for s in (Eigh, Newton, HigherOrder, Minimax, Qr, Track)}
 
 
 def parse(spec: str | RootSolver) -> RootSolver:

@@ -1,8 +1,8 @@
 """Methods on stacks of blocks. To add one: a file, and a line in this table."""
 
 from .base import Context, Preconditioner, Stack, State, Transform
-from .diagonal import GRAFTS
-from .filter import filter_gradient, init_filter
+from .diagonal import GRAFTS, Graft
+from .filter import filter_correction, filter_gradient, init_filter
 from .kronecker import Kronecker
 
 PRECONDITIONERS: dict[str, Preconditioner] = {"shampoo": Kronecker()}
@@ -11,10 +11,12 @@ __all__ = [
     "GRAFTS",
     "PRECONDITIONERS",
     "Context",
+    "Graft",
     "Preconditioner",
     "Stack",
     "State",
     "Transform",
+    "filter_correction",
     "filter_gradient",
     "init_filter",
 ]

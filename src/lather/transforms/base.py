@@ -94,10 +94,15 @@ class Preconditioner(Transform):
     """A transform with a part that is refreshed only now and then."""
 
     @abstractmethod
-    def refresh(self, state: State, slots: Sequence[int], ctx: Context) -> Tensor:
+    def apply(self, state: State, u: Tensor, ctx: Context, out: Tensor | None = None) -> Tensor:
+        """As every transform's; into ``out`` if that is given."""
+
+    @abstractmethod
+    def refresh(self, state: State, slots: Sequence[int], ctx: Context, exact: bool = False) -> Tensor:
         """Recompute what is amortised for some slots; returns ``[len(slots)]``, False where that failed.
 
-        A slot that is not alive sits this out too: it keeps what it has, and that is no failure.
+        A slot that is not alive sits this out too: it keeps what it has, and that is no failure. ``exact``: by the slowest
+        and surest way, for slots that failed before.
         """
 
     @abstractmethod

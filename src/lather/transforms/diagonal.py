@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -13,10 +14,25 @@ from ..options import graft_beta2
 from .base import Context, Stack, State, Transform
 
 
+class Graft(Transform):
+    """An elementwise method."""
+
+    @abstractmethod
+    def rates(self, group: Mapping[str, Any]) -> tuple[float, float] | None:
+        """``(a, b)`` of ``V <- a V + b g^2``; None if there is no ``V``."""
+
+    def correction(self, ctx: Context) -> float | Tensor:
+        """What ``V`` is divided by."""
+        return 1.0
+
+
 @final
 @dataclass(frozen=True)
-class Sgd(Transform):
+class Sgd(Graft):
     """The filtered gradient itself."""
+
+    def rates(self, group: Mapping[str, Any]) -> None:
+        return None
 
     def init(self, stack: Stack, group: Mapping[str, Any]) -> State:
         return {}
@@ -28,7 +44,7 @@ class Sgd(Transform):
         return u
 
 
-class _SecondMoment(Transform):
+class _SecondMoment(Graft):
     """``u / (sqrt(V) + graft_eps)`` with some second moment ``V``."""
 
     def init(self, stack: Stack, group: Mapping[str, Any]) -> State:
@@ -38,42 +54,46 @@ class _SecondMoment(Transform):
         v = state["v"].to(u.dtype)
         return u / (v / per_slot(self.correction(ctx), v)).sqrt_().add_(ctx.group["graft_eps"])
 
-    def correction(self, ctx: Context) -> float | Tensor:
-        return 1.0
-
 
 @final
 @dataclass(frozen=True)
 class Adagrad(_SecondMoment):
     """``V <- V + g^2``"""
 
+    def rates(self, group: Mapping[str, Any]) -> tuple[float, float]:
+        return 1.0, 1.0
+
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
         state["v"].add_(grad.square())
 
 
-@final
-@dataclass(frozen=True)
-class RmsProp(_SecondMoment):
+class _Average(_SecondMoment):
     """``V <- b V + (1 - b) g^2``"""
 
+    def rates(self, group: Mapping[str, Any]) -> tuple[float, float]:
+        return graft_beta2(group), 1 - graft_beta2(group)
+
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
         ema_(state["v"], grad.square(), ctx.weight(graft_beta2(ctx.group)))
 
 
 @final
 @dataclass(frozen=True)
-class Adam(_SecondMoment):
-    """``V <- b V + (1 - b) g^2``, used as ``V / (1 - b^t)``."""
+class RmsProp(_Average):
+    """The average as it is."""
 
-    def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
-        ema_(state["v"], grad.square(), ctx.weight(graft_beta2(ctx.group)))
+
+@final
+@dataclass(frozen=True)
+class Adam(_Average):
+    """Used as ``V / (1 - b^t)``."""
 
     def correction(self, ctx: Context) -> float | Tensor:
         b = graft_beta2(ctx.group)
         return ctx.correction(lambda t: 1 - b**t)
 
 
-GRAFTS: dict[str | None, Transform] = {
+GRAFTS: dict[str | None, Graft] = {
     "sgd": Sgd(),
     "adagrad": Adagrad(),
     "rmsprop": RmsProp(),

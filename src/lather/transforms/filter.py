@@ -27,4 +27,13 @@ def filter_gradient(state: State, grad: Tensor, ctx: Context) -> Tensor:
     g_bar = new if old is None else old
     if not ctx.group["bias_correction"]:
         return g_bar
-    return g_bar / per_slot(ctx.correction(lambda t: 1 - beta3 * beta1 ** (t - 1)), g_bar)
+    return g_bar / per_slot(filter_correction(ctx), g_bar)
+
+
+def filter_correction(ctx: Context) -> float | Tensor:
+    """What the filtered gradient is divided by."""
+    beta1, beta3 = ctx.group["betas"][0], ctx.group["beta3"]
+    if beta1 == 0 or not ctx.group["bias_correction"]:
+        return 1.0
+    beta3 = beta1 if beta3 is None else beta3
+    return ctx.correction(lambda t: 1 - beta3 * beta1 ** (t - 1))

@@ -21,6 +21,7 @@ FULL = "full"
 class Kronecker(Preconditioner):
     """``L_i <- beta2 L_i + (1 - beta2) G_i G_i^T``, ``X_i = (L_i / bc2 + eps I)^(-e)``, ``P = u x_1 X_1 ... x_k X_k``.
 
+    Under ``damping="relative"``, ``eps`` is times ``||(L_i / bc2)^2||_F^(1/2)``.
     A ``"diagonal"`` mode keeps the diagonal of its factor only. State: factors ``L0, L1, ...``, roots ``X0, X1, ...`` (zero
     until the first refresh), and what the solver keeps for a warm start, such as a basis ``Q0``.
     """
@@ -49,7 +50,7 @@ class Kronecker(Preconditioner):
             else:
                 ema_(factor, new, ctx.weight(beta2))
 
-    def refresh(self, state: State, slots: Sequence[int], ctx: Context) -> Tensor:
+    def refresh(self, state: State, slots: Sequence[int], ctx: Context, exact: bool = False) -> Tensor:
         order = sum(role.startswith("L") for role in state)
         e = ctx.exponent(order)
         index = None if len(slots) == len(ctx.alive) else from_host(slots, ctx.alive)
@@ -65,7 +66,7 @@ class Kronecker(Preconditioner):
             elif a.dim() == 2:
                 ok &= _diagonal_root(i, a, e, ctx, fresh)
             else:
-                ok &= _root(i, a, e, index, ctx, state, fresh)
+                ok &= _root(i, a, e, index, ctx, state, fresh, exact)
             if fresh[f"X{i}"].dtype != state[f"X{i}"].dtype:  # it must also be finite in what it is kept in
                 ok &= fresh[f"X{i}"].to(state[f"X{i}"].dtype).isfinite().flatten(1).all(1)
         alive = _take(ctx.alive, index) > 0
@@ -78,25 +79,35 @@ class Kronecker(Preconditioner):
         first = state["X0"]
         return (first[:, 0, 0] if first.dim() == 3 else first[:, 0]) != 0
 
-    def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
+    def apply(self, state: State, u: Tensor, ctx: Context, out: Tensor | None = None) -> Tensor:
         order = u.dim() - 1
         if ctx.exponent(order) == 0:
-            return u
+            return u if out is None else out.copy_(u)
         for i in range(order):
-            u = mode_product(u, state[f"X{i}"].to(u.dtype), i)
+            u = mode_product(u, state[f"X{i}"].to(u.dtype), i, out if i == order - 1 else None)
         return u
 
 
-def _root(i: int, a: Tensor, e: float, index: Tensor | None, ctx: Context, state: State, fresh: State) -> Tensor:
+def _root(
+    i: int, a: Tensor, e: float, index: Tensor | None, ctx: Context, state: State, fresh: State, exact: bool
+) -> Tensor:
     """Solve for a mode's roots, from the warm start in ``state`` if the solver has one, into ``fresh``."""
     d = a.shape[-1]
     solver = roots.resolve(ctx.group["root"], d, a.device, e)
     roles = solver.init(0, d, a.dtype, a.device)
     warm = {role: _take(state[f"{role}{i}"], index).to(a.dtype) for role in roles}
-    root = roots.solve(solver, symmetrize(a), e, ctx.group["eps"], warm)
+    a = symmetrize(a)
+    ridge = _ridge(a, ctx)
+    root = roots.rescue(a, e, ridge, warm) if exact else roots.solve(solver, a, e, ridge, warm)
     fresh |= {f"{role}{i}": value for role, value in warm.items()}
     fresh[f"X{i}"] = root.value
     return root.ok
+
+
+def _ridge(a: Tensor, ctx: Context) -> float | Tensor:
+    """``eps``, or under ``damping="relative"`` that times each factor's size: ``[n]``."""
+    eps: float = ctx.group["eps"]
+    return roots.relative_ridge(a, eps) if ctx.group["damping"] == "relative" else eps
 
 
 def _identity_like(a: Tensor) -> Tensor:
@@ -104,7 +115,7 @@ def _identity_like(a: Tensor) -> Tensor:
 
 
 def _diagonal_root(i: int, a: Tensor, e: float, ctx: Context, fresh: State) -> Tensor:
-    fresh[f"X{i}"] = roots.power(a.double() + ctx.group["eps"], -e).to(a.dtype)
+    fresh[f"X{i}"] = roots.power(a.double() + per_slot(_ridge(a, ctx), a), -e).to(a.dtype)
     return fresh[f"X{i}"].isfinite().all(1)
 
 

@@ -1,0 +1,250 @@
+"""What the benchmarks share: arguments, clocks, memory, schedules, and results that are on disk as soon as they are known."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import gc
+import json
+import pathlib
+import platform
+import shlex
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import report
+import torch
+
+import lather
+from lather.options import start_step
+from lather.schedule import is_due
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+MIB = 2**20
+
+
+# Arguments.
+
+
+def make_parser(doc: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench_out"), help="folder, or a .json file")
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    text = """lather with other options, a row for each JSON: '{"root": "eigh"}'"""
+    parser.add_argument("--options", nargs="+", type=argument(read_options), default=[], metavar="JSON", help=text)
+
+
+def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A type of argparse that says why it refuses."""
+
+    def reader(text: str) -> Any:
+        try:
+            return read(text)
+        except (TypeError, ValueError) as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+    return reader
+
+
+def checked(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of lather.Shampoo; what it would refuse is refused before anything was measured."""
+    lather.Shampoo([torch.zeros(2, 2, requires_grad=True)], **options)
+    return options
+
+
+def read_options(text: str) -> dict[str, Any]:
+    return checked(json.loads(text))
+
+
+def spell(options: dict[str, Any]) -> str:
+    """The name of a row: `lather root=eigh`."""
+    return " ".join(["lather", *(f"{name}={value}" for name, value in options.items())])
+
+
+# Optimizers and when they refresh.
+
+
+def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, fused=True, **options)
+
+
+def shampoo(params: Any, frequency: int, options: dict[str, Any]) -> lather.Shampoo:
+    return lather.Shampoo(params, **{"lr": 1e-4, "betas": (0.9, 0.95), "precondition_frequency": frequency} | options)
+
+
+class Schedule(NamedTuple):
+    """Which steps, counted from 1, refresh roots. The optimizers of torch never do."""
+
+    start: int = 4
+    frequency: int = 1
+    refresh: str = "never"  # or "together", "staggered"
+
+    @classmethod
+    def of(cls, opt: torch.optim.Optimizer) -> Schedule:
+        group = opt.param_groups[0]
+        if not isinstance(opt, lather.Shampoo):
+            return cls()
+        return cls(int(start_step(group)), group["precondition_frequency"], group["refresh"])
+
+    @property
+    def warmup(self) -> int:
+        """Steps until every block was refreshed once, with what was kept from an earlier refresh if all are together."""
+        return self.start + self.frequency
+
+    def whole(self, steps: int) -> int:
+        """At least so many steps, in whole periods."""
+        return -(-steps // self.frequency) * self.frequency
+
+    def refreshes(self, t: int) -> bool:
+        if self.refresh == "staggered":
+            return t >= self.start
+        return self.refresh == "together" and is_due(t, self.start, self.frequency, None)
+
+    def first(self, times: list[float]) -> float | None:
+        """The time of the first refresh, given those of all steps; staggered, the worst step with a part of it."""
+        steps = {"never": 0, "together": 1, "staggered": self.frequency}[self.refresh]
+        return max(times[self.start - 1 :][:steps], default=None)
+
+
+# Clocks and memory.
+
+
+def now() -> float:
+    """Milliseconds, with nothing left to do on the device."""
+    if CUDA:
+        torch.cuda.synchronize()
+    return 1e3 * time.perf_counter()
+
+
+def time_ms(call: Callable[[], Any], repeats: int = 3) -> float:
+    """Median time of a call, by CUDA events where there are any."""
+    times = []
+    for _ in range(repeats):
+        if CUDA:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            start = now()
+            call()
+            times.append(now() - start)
+    return statistics.median(times)
+
+
+def summary(times: list[float]) -> dict[str, Any]:
+    return {
+        "mean_ms": statistics.mean(times),
+        "median_ms": statistics.median(times),
+        "worst_ms": max(times),
+        "step_ms": times,
+    }
+
+
+class Memory:
+    """MiB above what was allocated at the start; None where torch does not count."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        if CUDA:
+            torch.cuda.empty_cache()
+        self._base = torch.cuda.memory_allocated() if CUDA else 0
+        self.peak()
+
+    def held(self) -> float | None:
+        return (torch.cuda.memory_allocated() - self._base) / MIB if CUDA else None
+
+    def peak(self) -> float | None:
+        """The most since the last call."""
+        if not CUDA:
+            return None
+        most = torch.cuda.max_memory_allocated() - self._base
+        torch.cuda.reset_peak_memory_stats()
+        return most / MIB
+
+
+def state_mib(opt: torch.optim.Optimizer) -> float:
+    tensors = [x for entry in opt.state.values() for x in entry.values() if isinstance(x, torch.Tensor)]
+    return sum(x.numel() * x.element_size() for x in tensors) / MIB
+
+
+# Results.
+
+
+class Results:
+    """One run. Every row rewrites the JSON and its Markdown, so a run that is cut short leaves what it has."""
+
+    def __init__(self, kind: str, args: argparse.Namespace, argv: list[str], **settings: Any) -> None:
+        torch.set_float32_matmul_precision("high")  # for everyone
+        self.data = environment(kind, argv) | {"settings": settings, "notes": [], "results": []}
+        stem = f"{kind}-{self.data['date']}-{DEVICE}.json"
+        self.path = args.out if args.out.suffix == ".json" else args.out / stem
+        self.failures = 0
+
+    def add(self, **row: Any) -> None:
+        self.data["results"].append(row)
+        print(report.line(self.data["kind"], row), flush=True)
+        self._save()
+
+    def note(self, text: str) -> None:
+        self.data["notes"].append(text)
+        print(text, flush=True)
+        self._save()
+
+    @contextlib.contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """What fails inside becomes a note, and the run goes on with the next row."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.failures += 1
+            self.note(f"{name} failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+
+    def finish(self) -> int:
+        """The exit status."""
+        self._save()
+        print(f"\n{report.markdown(self.data)}\nwritten to {self.path} and {self.path.with_suffix('.md')}")
+        return min(self.failures, 1)
+
+    def _save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.data, indent=1) + "\n")
+        report.write(self.path, self.path.parent)
+
+
+def environment(kind: str, argv: list[str]) -> dict[str, Any]:
+    # Of a path the name says enough.
+    words = [pathlib.Path(word).name if word.startswith("/") else word for word in argv]
+    return {
+        "kind": kind,
+        "command": shlex.join(["python", f"benchmarks/{kind}.py", *words]),
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if CUDA else f"CPU, {torch.get_num_threads()} threads",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "triton": triton_version(),
+            "lather": lather.__version__,
+        },
+    }
+
+
+def triton_version() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__

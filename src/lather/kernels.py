@@ -1,0 +1,343 @@
+"""Triton kernels: what a step does elementwise, and symmetric products. Importing this needs Triton.
+
+Elementwise kernels work on *tiles*: pieces of one block, in any order, of any number of banks, listed in a table of
+int64 numbers on the device (columns ``SLOT`` to ``LD``; addresses are in bytes, everything else counts elements). So one
+launch does all blocks of all shapes. What belongs to a whole slot, such as norms, is reduced over its tiles in their order:
+results are the same on every run.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+(SLOT, TENSOR, START, NUMEL, BASE, N1, N2, S0, S1, S2, FLAT, M, V, HALF, COLS, LD) = map(tl.constexpr, range(16))
+WIDTH = tl.constexpr(16)
+LOW = tl.constexpr(2048.0)  # a number is split into a half and 1/LOW of another: 2 x 11 bits
+
+
+@triton.jit
+def _at(start, offset, ALIGNED: tl.constexpr):
+    """Pointers ``start + offset``. Aligned: whole vectors can be loaded, which the compiler cannot see from a table."""
+    pointers = start + offset
+    if ALIGNED:
+        pointers = tl.multiple_of(pointers, 16)
+    return pointers
+
+
+@triton.jit
+def _in_tensor(tensors, row, index, ALIGNED: tl.constexpr, DTYPE: tl.constexpr):
+    """Where elements ``index`` of a tile's block lie in the tensor that holds it; an aligned block lies in one piece."""
+    start = tl.load(tensors + tl.load(row + TENSOR)).to(tl.pointer_type(DTYPE)) + tl.load(row + BASE)
+    if ALIGNED:
+        return _at(start, index, ALIGNED)
+    n1, n2 = tl.load(row + N1).to(tl.int32), tl.load(row + N2).to(tl.int32)
+    i2 = index % n2
+    i01 = index // n2
+    i1 = i01 % n1
+    i0 = (i01 // n1).to(tl.int64)
+    return start + i0 * tl.load(row + S0) + i1 * tl.load(row + S1) + i2 * tl.load(row + S2)
+
+
+@triton.jit
+def _in_state(row, COLUMN: tl.constexpr, index, ALIGNED: tl.constexpr):
+    return _at(tl.load(row + COLUMN).to(tl.pointer_type(tl.float32)), index, ALIGNED)
+
+
+@triton.jit
+def _index(row, BLOCK: tl.constexpr):
+    """Elements of a tile, counted from the start of its block, and which of them there are."""
+    start = tl.multiple_of(tl.load(row + START).to(tl.int32), 16)
+    index = start + tl.arange(0, BLOCK)
+    return index, index < tl.load(row + NUMEL).to(tl.int32)
+
+
+@triton.jit
+def _gradient(grads, weights, row, index, inside, sign, decay, COUPLED, ALIGNED, GRAD, PARAM):
+    g = sign * tl.load(_in_tensor(grads, row, index, ALIGNED, GRAD), inside, 0.0).to(tl.float32)
+    if COUPLED:
+        g += decay * tl.load(_in_tensor(weights, row, index, ALIGNED, PARAM), inside, 0.0).to(tl.float32)
+    return g
+
+
+@triton.jit
+def size_of_gradients(
+    tiles, grads, weights, partial, sign, decay,
+    COUPLED: tl.constexpr, ALIGNED: tl.constexpr, GRAD: tl.constexpr, PARAM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``partial[tile] = sum g^2``."""
+    row = tiles + tl.program_id(0) * WIDTH
+    index, inside = _index(row, BLOCK)
+    g = _gradient(grads, weights, row, index, inside, sign, decay, COUPLED, ALIGNED, GRAD, PARAM)
+    tl.store(partial + tl.program_id(0), tl.sum(g * g))
+
+
+@triton.jit
+def _total(partial, slots, slot, n, BLOCK: tl.constexpr):
+    """The sum of a slot's tiles. ``slots`` is [2, n]: the first tile, and how many."""
+    first, count = tl.load(slots + slot), tl.load(slots + n + slot)
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in range(0, count, BLOCK):
+        at = i + tl.arange(0, BLOCK)
+        total += tl.load(partial + first + at, at < count, 0.0)
+    return tl.sum(total)
+
+
+@triton.jit
+def look_at_gradients(slots, partial, active, counts, alive, scale, n, BLOCK: tl.constexpr):
+    """``alive[slot]``: 1 if the slot has a gradient and that and its square are finite. ``scale``: the power of two that
+    brings the norm of its gradient into [2^14, 2^15), so that halves neither overflow nor, nearly all, vanish."""
+    slot = tl.program_id(0)
+    total = _total(partial, slots, slot, n, BLOCK)
+    fine = total < float("inf")  # false for NaN as well
+    on = tl.load(active + slot) != 0
+    skipped = tl.load(counts + slot).to(tl.pointer_type(tl.int32))
+    tl.store(skipped, tl.load(skipped) + (on & (fine == 0)).to(tl.int32))
+    tl.store(alive + slot, (on & fine).to(tl.float32))
+    norm = tl.where(fine & (total > 0), tl.sqrt(total), 1.0)
+    exponent = tl.minimum(tl.maximum(14.0 - tl.floor(tl.log2(norm)), -100.0), 100.0)
+    tl.store(scale + slot, tl.exp2(exponent))
+
+
+@triton.jit
+def _own(u, v, correction, eps, SECOND: tl.constexpr):
+    """The graft's direction for the filtered gradient."""
+    if SECOND:
+        return u / (tl.sqrt(v / correction) + eps)
+    return u
+
+
+@triton.jit
+def average(
+    tiles, grads, weights, alive, scale, partial, flat, corrections, n,
+    sign, decay, beta1, weight2, keep2, first, second, eps, plane,
+    FILTER: tl.constexpr, SECOND: tl.constexpr, FLAT_G: tl.constexpr, HALVES: tl.constexpr, UNIFORM: tl.constexpr,
+    COUPLED: tl.constexpr, ALIGNED: tl.constexpr, GRAD: tl.constexpr, PARAM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Take in gradients: ``m <- beta1 m + (1 - beta1) g``, ``v <- keep2 v + weight2 g^2``.
+
+    Also: ``partial[tile]`` is the sum of squares of the graft's direction, ``half`` the scaled gradient in ``HALVES``
+    numbers of 16 bits, ``flat`` the gradient itself. A slot that is not alive keeps its state and counts as zero.
+    """
+    row = tiles + tl.program_id(0) * WIDTH
+    slot = tl.load(row + SLOT)
+    index, inside = _index(row, BLOCK)
+    g = _gradient(grads, weights, row, index, inside, sign, decay, COUPLED, ALIGNED, GRAD, PARAM)
+    on = tl.load(alive + slot) != 0
+    g = tl.where(on, g, 0.0)
+    if FLAT_G:
+        tl.store(_at(flat, tl.load(row + FLAT) + index, ALIGNED), g, inside)
+    if HALVES > 0:
+        half = tl.load(row + HALF).to(tl.pointer_type(tl.float16))
+        if tl.load(row + HALF) != 0:
+            cols, ld = tl.load(row + COLS).to(tl.int32), tl.load(row + LD).to(tl.int32)
+            x = g * tl.load(scale + slot)
+            high = x.to(tl.float16)
+            low = ((x - high.to(tl.float32)) * LOW).to(tl.float16)
+            if ALIGNED and cols == ld:
+                at = _at(half, index, ALIGNED)
+                tl.store(at, high, inside)
+                if HALVES == 2:
+                    tl.store(at + plane, low, inside)
+            else:
+                at = half + index // cols * ld + index % cols
+                tl.store(at, high, inside)
+                if HALVES == 2:
+                    tl.store(at + plane, low, inside)
+    if not UNIFORM:
+        first, second = tl.load(corrections + slot), tl.load(corrections + n + slot)
+    u = g
+    if FILTER:
+        at = _in_state(row, M, index, ALIGNED)
+        old = tl.load(at, inside, 0.0)
+        u = old + (1 - beta1) * (g - old)
+        tl.store(at, tl.where(on, u, old), inside)
+        u = u / first
+    v = u
+    if SECOND:
+        at = _in_state(row, V, index, ALIGNED)
+        old = tl.load(at, inside, 0.0).to(tl.float32)
+        v = keep2 * old + weight2 * (g * g)
+        v = tl.where(on, v, old)
+        tl.store(at, v, inside)
+    own = _own(u, v, second, eps, SECOND)
+    tl.store(partial + tl.program_id(0), tl.sum(tl.where(inside, own * own, 0.0)))
+
+
+@triton.jit
+def size_of_directions(tiles, flat, partial, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """``partial[tile] = sum P^2``."""
+    row = tiles + tl.program_id(0) * WIDTH
+    index, inside = _index(row, BLOCK)
+    p = tl.load(_at(flat, tl.load(row + FLAT) + index, ALIGNED), inside, 0.0)
+    tl.store(partial + tl.program_id(0), tl.sum(p * p))
+
+
+@triton.jit
+def choose(
+    slots, own, partial, alive, ready, gain, corrections, n, first,
+    GRAFT: tl.constexpr, UNIFORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``gain[slot]``: what the preconditioned direction is multiplied by; negative: take the graft's; NaN: sit out."""
+    slot = tl.program_id(0)
+    target = tl.sqrt(_total(own, slots, slot, n, BLOCK))
+    size = tl.sqrt(_total(partial, slots, slot, n, BLOCK))
+    if not UNIFORM:
+        first = tl.load(corrections + slot)
+    value = tl.where(size > 0, target / size, 0.0) if GRAFT else 1.0 / first
+    value = tl.where(tl.load(ready + slot) != 0, value, -1.0)
+    tl.store(gain + slot, tl.where(tl.load(alive + slot) != 0, value, float("nan")))
+
+
+@triton.jit
+def apply(
+    tiles, weights, momenta, flat, plain, directions, gain, corrections, n, both,
+    lr, decay, momentum, dampening, first, second, eps,
+    FILTER: tl.constexpr, SECOND: tl.constexpr, UNIFORM: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
+    OUT: tl.constexpr, TENSOR: tl.constexpr, ALIGNED: tl.constexpr, PARAM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The direction of every slot, into ``directions`` (``OUT``) or through decay and momentum into the parameter.
+
+    ``flat`` holds preconditioned directions, ``plain`` the gradients where there is no filter to remember them.
+    """
+    row = tiles + tl.program_id(0) * WIDTH
+    slot = tl.load(row + SLOT)
+    index, inside = _index(row, BLOCK)
+    factor = tl.load(gain + slot)
+    at = tl.load(row + FLAT) + index
+    if not UNIFORM:
+        first, second = tl.load(corrections + slot), tl.load(corrections + n + slot)
+    if factor >= 0:
+        p = factor * tl.load(_at(flat, at, ALIGNED), inside, 0.0)
+    else:
+        if FILTER:
+            u = tl.load(_in_state(row, M, index, ALIGNED), inside, 0.0).to(tl.float32) / first
+        else:
+            u = tl.load(_at(plain, at, ALIGNED), inside, 0.0)
+        v = u
+        if SECOND:
+            v = tl.load(_in_state(row, V, index, ALIGNED), inside, 0.0).to(tl.float32)
+        p = _own(u, v, second, eps, SECOND)
+    on = factor == factor  # false for NaN
+    if OUT:
+        tl.store(_at(directions, at, ALIGNED), tl.where(on, p, float("nan")), inside)
+    else:
+        if TENSOR:
+            lr, decay = tl.load(both), tl.load(both + 1)
+        where = _in_tensor(weights, row, index, ALIGNED, PARAM)
+        w = tl.load(where, inside, 0.0).to(tl.float32)
+        p += decay * w
+        if MOMENTUM:
+            memory = _in_tensor(momenta, row, index, ALIGNED, tl.float32)
+            damped = (1 - dampening) * p
+            old = tl.load(memory, inside, 0.0)
+            m = momentum * old + damped
+            tl.store(memory, tl.where(on, m, old), inside)
+            p = damped + momentum * m if NESTEROV else m
+        tl.store(where, tl.where(on, w - lr * p, w).to(PARAM), inside)
+
+
+@triton.jit
+def _lower(tile):
+    """Row and column of a tile of a lower triangle, counted row by row."""
+    i = ((tl.sqrt(8.0 * tile.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
+    i = tl.where((i + 1) * (i + 2) // 2 <= tile, i + 1, i)
+    i = tl.where(i * (i + 1) // 2 > tile, i - 1, i)
+    return i, tile - i * (i + 1) // 2
+
+
+@triton.jit
+def gram(
+    jobs, alive, scale, plane, weight, keep,
+    HALVES: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """``L <- keep L + weight G G^T`` (``ROWS``) or ``G^T G`` for the jobs of a table: one triangle of tiles, mirrored.
+
+    A job: slot, address of G in halves, elements between its rows, elements to sum over (a multiple of DEPTH), address
+    of L, its side, row and column of the tile.
+    """
+    job = jobs + tl.program_id(0) * 8
+    slot = tl.load(job)
+    g = tl.load(job + 1).to(tl.pointer_type(tl.float16))
+    ld, depth = tl.multiple_of(tl.load(job + 2).to(tl.int32), 64), tl.load(job + 3).to(tl.int32)
+    side = tl.load(job + 5).to(tl.int32)
+    ri = tl.load(job + 6).to(tl.int32) * SIDE + tl.arange(0, SIDE)
+    rj = tl.load(job + 7).to(tl.int32) * SIDE + tl.arange(0, SIDE)
+    k = tl.arange(0, DEPTH)
+    if ROWS:
+        at_i, at_j, stride = ri[:, None] * ld + k[None, :], rj[:, None] * ld + k[None, :], DEPTH
+    else:
+        at_i, at_j, stride = k[:, None] * ld + ri[None, :], k[:, None] * ld + rj[None, :], DEPTH * ld
+    total = tl.zeros([SIDE, SIDE], tl.float32)
+    low = tl.zeros([SIDE, SIDE], tl.float32)
+    for _ in range(0, depth, DEPTH):
+        x, y = tl.load(tl.multiple_of(g + at_i, (16, 16))), tl.load(tl.multiple_of(g + at_j, (16, 16)))
+        total = tl.dot(x, y.T, total) if ROWS else tl.dot(x.T, y, total)
+        if HALVES == 2:
+            xl = tl.load(tl.multiple_of(g + plane + at_i, (16, 16)))
+            yl = tl.load(tl.multiple_of(g + plane + at_j, (16, 16)))
+            low = tl.dot(x, yl.T, low) if ROWS else tl.dot(x.T, yl, low)
+            low = tl.dot(xl, y.T, low) if ROWS else tl.dot(xl.T, y, low)
+        g += stride
+    if HALVES == 2:
+        total += low / LOW
+    s = 1 / tl.load(scale + slot)
+    at = ri[:, None] * side + rj[None, :]
+    inside = (ri[:, None] < side) & (rj[None, :] < side)
+    factor = tl.load(job + 4).to(tl.pointer_type(tl.float32))
+    old = tl.load(factor + at, inside, 0.0).to(tl.float32)
+    new = tl.where(tl.load(alive + slot) != 0, keep * old + weight * (total * s * s), old)
+    tl.store(factor + at, new, inside)
+    if tl.load(job + 6) != tl.load(job + 7):
+        mirror = rj[:, None] * side + ri[None, :]
+        tl.store(factor + mirror, new.T, inside.T)
+
+
+@triton.jit
+def split(x, out, d, ld, size, BLOCK: tl.constexpr):
+    """A row of ``x [n, d, d]`` into halves ``out [n, 2, ld, ld]``, which hold zero beyond it; ``size`` is ``ld ld``."""
+    row, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + slot * d * d + row * d + column, (column < d) & (row < d), 0.0)
+    high = value.to(tl.float16)
+    at = out + slot * 2 * size + row * ld + column
+    tl.store(at, high, column < ld)
+    tl.store(at + size, ((value - high.to(tl.float32)) * LOW).to(tl.float16), column < ld)
+
+
+@triton.jit
+def symmetric(
+    x, y, add, out, d, size, tiles, alpha, beta, diagonal, ADD: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr
+):
+    """``alpha x y + beta add + diagonal I`` for commuting symmetric stacks in halves ``[n, 2, d, d]``, ``d`` a multiple of
+    SIDE: one triangle of tiles, mirrored. Three products of halves: the fourth is below the rounding of the others."""
+    slot = (tl.program_id(0) // tiles).to(tl.int64) * 2 * size
+    ti, tj = _lower(tl.program_id(0) % tiles)
+    ri, rj = ti * SIDE + tl.arange(0, SIDE), tj * SIDE + tl.arange(0, SIDE)
+    k = tl.arange(0, DEPTH)
+    at_x = x + slot + ri[:, None] * d + k[None, :]
+    at_y = y + slot + rj[:, None] * d + k[None, :]
+    total = tl.zeros([SIDE, SIDE], tl.float32)
+    low = tl.zeros([SIDE, SIDE], tl.float32)
+    for _ in range(0, d, DEPTH):
+        xh, yh = tl.load(at_x), tl.load(at_y)
+        total = tl.dot(xh, yh.T, total)
+        low = tl.dot(xh, tl.load(at_y + size).T, low)
+        low = tl.dot(tl.load(at_x + size), yh.T, low)
+        at_x += DEPTH
+        at_y += DEPTH
+    value = alpha * (total + low / LOW)
+    at = ri[:, None] * d + rj[None, :]
+    if ADD:
+        old = tl.load(add + slot + at).to(tl.float32) + tl.load(add + slot + size + at).to(tl.float32) / LOW
+        value += beta * old
+    value += tl.where(ri[:, None] == rj[None, :], diagonal, 0.0)
+    high = value.to(tl.float16)
+    rest = ((value - high.to(tl.float32)) * LOW).to(tl.float16)
+    tl.store(out + slot + at, high)
+    tl.store(out + slot + size + at, rest)
+    if ti != tj:
+        mirror = rj[:, None] * d + ri[None, :]
+        tl.store(out + slot + mirror, high.T)
+        tl.store(out + slot + size + mirror, rest.T)

@@ -1,0 +1,61 @@
+"""The root in a basis that is nearly an eigenbasis: exact to first order in what is left off the diagonal."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..linalg import per_slot, symmetrize
+from .base import lift
+from .numerics import power
+
+CAP = 0.5
+FLOOR = 4.0  # roundings of the largest eigenvalue below which an eigenvalue is not resolved
+
+
+def diagonal(s: Tensor) -> Tensor:
+    """[n, d] of [n, d, d], a view."""
+    return s.diagonal(dim1=1, dim2=2)
+
+
+def coupling(s: Tensor, ridge: Tensor, floor: float = FLOOR) -> Tensor:
+    """`K_ij = S_ij / sqrt(m_i m_j)` off the diagonal, zero on it, for `s` [n, d, d] and `ridge` [n, 1, 1].
+
+    `m_i = S_ii - min(S_jj, 0) + ridge`, but at least `floor` roundings of the largest: what is smaller is noise.
+    """
+    values = diagonal(s)
+    noise = floor * torch.finfo(s.dtype).eps * values.amax(1, keepdim=True)
+    values = values - values.amin(1, keepdim=True).clamp(max=0.0) + ridge.squeeze(-1)
+    w = torch.maximum(values, noise).clamp(min=torch.finfo(s.dtype).tiny).sqrt().reciprocal()
+    k = s * w[:, :, None] * w[:, None, :]
+    return k - torch.diag_embed(diagonal(k))
+
+
+def first_order(q: Tensor, s: Tensor, scale: Tensor, e: float, eps: float | Tensor) -> Tensor:
+    """`X = Z Z^T`, `Z = Q diag(f)^(1/2) (I + E / 2)`, for `s = q^T a q / scale` and `f = (lambda + eps)^(-e)`.
+
+    `E_ij = f[lambda_i, lambda_j] S_ij / sqrt(f_i f_j)`, so `Q diag(f)^(1/2) (I + E) diag(f)^(1/2) Q^T` is the formula of
+    Daleckii and Krein; the square is the same to first order, and positive semi-definite whatever `E` is.
+    """
+    values = lift(diagonal(s), scale, eps)
+    y = q * power(values, -e / 2).to(q.dtype)[:, None, :]
+    z = y + y @ (correction(values, coupling(s, per_slot(eps, s) / scale), e) / 2)
+    return symmetrize(z @ z.mT)
+
+
+def correction(values: Tensor, k: Tensor, e: float) -> Tensor:
+    """`E = phi * k`, `|E| <= 1/2`, for ridged eigenvalues [n, d] in float64.
+
+    `phi_ij = -sinh(e r / 2) / sinh(r / 2)`, `r = log(v_j / v_i)`, is `f[v_i, v_j] sqrt(v_i v_j / (f_i f_j))`. It is formed as
+    `(g_j/g_i - g_i/g_j) / (t_j/t_i - t_i/t_j)`, `g = v^(-e/2)`, `t = v^(1/2)`. It is even in `r`, so up to
+    `r = eps_machine^(1/3)` its limit `-e` is as accurate as the quotient is beyond.
+    """
+    top = _antisymmetric_ratio(power(values, -e / 2).to(k.dtype))
+    bottom = _antisymmetric_ratio(power(values, 0.5).to(k.dtype))
+    near = bottom.abs() < torch.finfo(k.dtype).eps ** (1 / 3)
+    return (torch.where(near, -e, top / bottom) * k).clamp(-CAP, CAP)
+
+
+def _antisymmetric_ratio(x: Tensor) -> Tensor:
+    ratio = x[:, None, :] / x[:, :, None]
+    return ratio - ratio.mT

@@ -1,0 +1,206 @@
+"""The benchmarks run, and what they write down is consistent. Their numbers are not tested."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import lzma
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from lather.roots import SOLVERS
+from lather.shapes import MODELS, gpt2
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+SCRIPTS = ("common", "models", "report", "step", "train", "solvers", "bytes")
+
+pytestmark = pytest.mark.xdist_group("benchmarks")
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """The scripts as modules, with models of next to nothing; precision is put back as it was."""
+    before = torch.get_float32_matmul_precision()
+    monkeypatch.syspath_prepend(FOLDER)
+    modules = {name: importlib.import_module(name) for name in SCRIPTS}
+    tiny = {"layers": 1, "width": 16, "vocab": 32, "context": 8}
+    monkeypatch.setitem(MODELS, "gpt2-tiny", partial(gpt2, **tiny))
+    monkeypatch.setitem(MODELS, "resnet50", lambda: {"conv.weight": (8, 4, 3, 3), "fc.weight": (4, 8)})
+    transformer = modules["train"].transformer
+    monkeypatch.setitem(modules["train"].WORKLOADS, "gpt2-tiny", partial(transformer, **tiny, heads=2, batch=2))
+    yield modules
+    torch.set_float32_matmul_precision(before)
+    for name in SCRIPTS:
+        sys.modules.pop(name)
+
+
+def run(script: ModuleType, out: Path, *argv: object, status: int = 0) -> tuple[dict[str, Any], str]:
+    """What a script wrote, as data and as Markdown."""
+    target = out / "result.json"
+    assert script.main([*map(str, argv), "--out", str(target)]) == status
+    return json.loads(target.read_text()), target.with_suffix(".md").read_text()
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of all tables, without their heads."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    heads = [i - 1 for i, line in enumerate(lines) if line.startswith("| ---")]
+    return [line.strip("| ").split(" | ") for i, line in enumerate(lines) if i not in heads and i - 1 not in heads]
+
+
+def check_record(data: dict[str, Any], text: str, out: Path) -> None:
+    assert data["versions"]["torch"] == torch.__version__ and data["versions"]["lather"]
+    assert data["command"].startswith(f"python benchmarks/{data['kind']}.py") and str(out) not in data["command"]
+    assert all(x in text for x in (data["command"], data["date"], data["device"], *data["notes"]))
+
+
+def test_step(bench: dict[str, ModuleType], tmp_path: Path) -> None:
+    models, options = ("gpt2-tiny", "resnet50-channels-last"), '{"root": "newton", "precondition_frequency": 3}'
+    flags = ("--frequency", 2, "--steps", 4, "--options", options, "--profile")
+    data, text = run(bench["step"], tmp_path, "--models", *models, *flags)
+    check_record(data, text, tmp_path)
+    rows = {(row["model"], row["optimizer"]): row for row in data["results"]}
+    names = ["lather together", "lather staggered", "lather root=newton precondition_frequency=3"]
+    assert {name for _, name in rows} >= {"AdamW fused", *names}
+    assert [row[:2] for row in rows_of(text)] == [list(key) for key in rows]
+    for row, cells in zip(rows.values(), rows_of(text), strict=True):
+        assert row["worst_ms"] == max(row["step_ms"]) >= row["mean_ms"] and f"{row['mean_ms']:.2f}" == cells[2]
+    together, staggered, slower = (rows["gpt2-tiny", name] for name in names)
+    assert [len(row["step_ms"]) for row in (together, staggered, slower)] == [4, 4, 6]
+    assert together["plain_ms"] and staggered["plain_ms"] is None and staggered["first_refresh_ms"]
+    assert set(together["profile"]) == {"plain", "refresh"} and set(staggered["profile"]) == {"refresh"}
+    if hasattr(torch.optim, "Muon"):
+        assert ("gpt2-tiny", "Muon (2-D only)") in rows and "resnet50-channels-last, Muon" in data["notes"][0]
+
+
+def test_channels_last_is_in_parameters_and_gradients(bench: dict[str, ModuleType]) -> None:
+    params, sets = bench["step"].tensors("resnet50-channels-last")
+    for x in (params["conv.weight"], *(grads[0] for grads in sets)):
+        assert x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def test_schedule_of_an_optimizer_is_what_it_does(bench: dict[str, ModuleType]) -> None:
+    common = bench["common"]
+    for refresh in ("together", "staggered"):
+        p = torch.nn.Parameter(torch.randn(4, 4))
+        opt = common.shampoo([p], 3, {"refresh": refresh, "max_preconditioner_dim": 2, "start_preconditioning_step": 4})
+        schedule, changed, before = common.Schedule.of(opt), [], None
+        for _ in range(schedule.warmup + schedule.whole(4)):
+            p.grad = torch.randn(4, 4)
+            opt.step()
+            roots = torch.cat([x.flatten() for key, x in opt.state[p].items() if key.startswith("X")])
+            changed.append(before is not None and not roots.equal(before))
+            before = roots
+        predicted = [schedule.refreshes(t + 1) for t in range(len(changed))]
+        assert len(changed) == 13 and changed.count(True) > 1
+        assert changed[3:] == predicted[3:]  # staggered, 4 blocks in 3 steps leave none idle
+
+
+def test_train(bench: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision.models", None)
+    flags = ("--frequencies", 2, 3, "--steps", 3, "--no-compile", "--options", '{"graft": "sgd"}')
+    data, text = run(bench["train"], tmp_path, "--models", "gpt2-tiny", "resnet50", *flags)
+    check_record(data, text, tmp_path)
+    assert len(data["notes"]) == 1 and data["notes"][0].startswith("resnet50: skipped")
+    first, *lather, again = data["results"]
+    assert (first["optimizer"], again["optimizer"]) == ("AdamW fused", "AdamW fused, again")
+    names = ["lather staggered", "lather together", "lather graft=sgd"]
+    assert [(row["frequency"], row["optimizer"]) for row in lather] == [(f, name) for f in (2, 3) for name in names]
+    assert [len(row["step_ms"]) for row in data["results"]] == [3, *3 * [4], *3 * [3], 3]
+    assert len({row["loss"] for row in (first, again)}) == 1  # from the same weights, to the same end
+    for row, cells in zip(data["results"], rows_of(text), strict=True):
+        assert row["overhead_mean"] == row["mean_ms"] / first["mean_ms"] - 1
+        assert cells[7] == f"{row['overhead_mean']:+.1%}"
+
+
+def test_transformer_has_the_shapes_of_gpt2(bench: dict[str, ModuleType]) -> None:
+    size = {name: x for name, x in bench["train"].WORKLOADS["gpt2"].keywords.items() if name != "batch"}
+    with torch.device("meta"):
+        model = bench["models"].Transformer(**size)
+    assert sorted(tuple(p.shape) for p in model.parameters()) == sorted(MODELS["gpt2"]().values())
+
+
+def test_solvers(bench: dict[str, ModuleType], tmp_path: Path) -> None:
+    x = torch.randn(2, 4, 8, 16)
+    factors = {f"w/L{i}": factor for i, factor in enumerate(x @ x.mT)}
+    torch.save({"about": {}, "frequency": 10, "beta2": 0.95, "factors": factors}, tmp_path / "real.pt")
+    flags = ("--sizes", 8, 12, "--spectra", 1e-2, 1e-8, "--factors", tmp_path / "real.pt")
+    data, text = run(bench["solvers"], tmp_path, *flags)
+    check_record(data, text, tmp_path)
+    assert not data["notes"]
+    synthetic = [row for row in data["results"] if row["source"] == "synthetic"]
+    recorded = [row for row in data["results"] if row["source"] == "real"]
+    assert len(synthetic) == 2 * 2 * 2 * len(SOLVERS) and len(recorded) == 2 * (1 + len(SOLVERS))
+    assert len(rows_of(text)) == 2 * 2 * len(SOLVERS) + len(recorded)
+    for row in data["results"]:
+        assert row["error_median"] <= row["error_p95"] <= row["error_worst"]
+        if row["solver"] == "eigh":
+            assert row["error"] < 1e-3 and not row["failed"] and row["ms"] > 0
+        elif row["solver"] == "previous root":
+            assert row["error"] > 0.1
+
+
+def test_bytes(bench: dict[str, ModuleType], tmp_path: Path) -> None:
+    for split in ("train", "valid"):
+        (tmp_path / f"{split}.txt.xz").write_bytes(lzma.compress(b"All work and no play makes Jack a dull boy. " * 20))
+    flags = ("--data", tmp_path, "--tiny", "--steps", 6, "--seeds", 0, 1, "--lr", 1e-2, 2e-2)
+    runs = ("--runs", "adamw", "newton(iterations=20)@4", "--options", '{"start_preconditioning_step": 20}')
+    data, text = run(bench["bytes"], tmp_path, *flags, *runs)
+    check_record(data, text, tmp_path)
+    names = ["adamw", "newton(iterations=20)@4", "lather start_preconditioning_step=20"]
+    expected = [(name, lr, seed) for name in names for lr in (1e-2, 2e-2) for seed in (0, 1)]
+    assert [(row["run"], row["lr"], row["seed"]) for row in data["results"]] == expected
+    assert [cells[0] for cells in rows_of(text)] == [name for name, *_ in expected]
+    for row in data["results"]:
+        assert len(row["bits_per_byte"]) == 6 and row["bits_per_byte"][-1] < 8
+
+
+def test_report_writes_the_same_elsewhere_and_refuses_strangers(
+    bench: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, text = run(bench["step"], tmp_path, "--models", "gpt2-tiny", "--rows", "adamw", "--steps", 1)
+    assert bench["report"].main([str(tmp_path / "result.json"), "--out", str(tmp_path / "there")]) == 0
+    assert (tmp_path / "there" / "result.md").read_text() == text
+    (tmp_path / "old.json").write_text('{"results": {}}')
+    with pytest.raises(SystemExit):
+        bench["report"].main([str(tmp_path / "old.json")])
+    assert "old.json" in capsys.readouterr().err
+
+
+def test_a_failing_row_is_noted_and_the_rest_goes_on(
+    bench: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def explode(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(bench["common"], "adamw", explode)
+    flags = ("--models", "gpt2-tiny", "--frequency", 2, "--steps", 2, "--rows", "adamw", "together")
+    data, text = run(bench["step"], tmp_path, *flags, status=1)
+    assert data["notes"] == ["gpt2-tiny, AdamW fused failed: RuntimeError: out of memory"]
+    assert [cells[1] for cells in rows_of(text)] == ["lather together"] and data["notes"][0] in text
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "argv", "message"),
+    [
+        ("step", ["--options", '{"root": "nil"}'], "nil"),
+        ("train", ["--options", "{"], "{"),
+        ("solvers", ["--solvers", "nil"], "not a root solver"),
+        ("bytes", ["--data", "x", "--runs", "nil@3"], "not a root solver"),
+        ("bytes", ["--data", "x", "--runs", "eigh@0"], "precondition_frequency"),
+    ],
+)
+def test_wrong_arguments_say_what_is_wrong(
+    script: str, argv: list[str], message: str, bench: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bench[script].main(argv)
+    assert message in capsys.readouterr().err
