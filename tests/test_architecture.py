@@ -16,7 +16,7 @@ LAYERS = [
     {"roots"},
     {"options", "layout", "assign"},
     {"transforms", "plan", "rules"},
-    {"bank", "exchange", "fleet", "runs", "store"},
+    {"bank", "exchange", "fleet", "runs", "store", "tables"},
     {"agreement", "census", "checkpoint", "health", "plan_report", "scale", "units"},
     {"optimizer"},
     {"__init__", "cli", "demo", "__main__"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .transforms import (
     GRAFTS,
     PRECONDITIONERS,
     Context,
+    Due,
     Graft,
     Preconditioner,
     Stack,
@@ -105,7 +107,7 @@ class Bank:
             return graft.apply(self.state, u, ctx)
         method.accumulate(self.state, grads, ctx)
         if due := due_slots(self.numbers, ctx, active, offsets):
-            refresh(method, self.state, due, ctx, self.counts[1], self.failing)
+            refresh(method, [Refresh(self.state, due, ctx, self.counts[1], self.failing)])
             self.refreshed()
         own = graft.apply(self.state, u, ctx)
         started = started_slots(ctx)
@@ -141,22 +143,26 @@ def due_slots(
     ]
 
 
-def refresh(
-    method: Preconditioner,
-    state: State,
-    due: Sequence[int],
-    ctx: Context,
-    failed: Tensor,
-    failing: Collection[int],
-) -> None:
-    """Refresh what is due, a few of the slots that failed the last time by eigh, and count failures in a row."""
-    hard = [slot for slot in due if slot in failing][:RESCUES]
-    easy = [slot for slot in due if slot not in hard]
-    for slots, exact in ((easy, False), (hard, True)):
-        if slots:
-            ok = method.refresh(state, slots, ctx, exact)
-            index = from_host(slots, ok)
-            failed[index] = torch.where(ok, 0, failed[index] + 1)
+@dataclass(frozen=True)
+class Refresh:
+    """Slots of a stack to be refreshed; ``failed [n]`` counts failures in a row, ``failing`` are slots known to have some."""
+
+    state: State
+    slots: Sequence[int]
+    ctx: Context
+    failed: Tensor
+    failing: Collection[int]
+
+
+def refresh(method: Preconditioner, due: Sequence[Refresh]) -> None:
+    """Refresh all that is due, a few of the slots that failed the last time by eigh, and count failures in a row."""
+    hard = [[slot for slot in job.slots if slot in job.failing][:RESCUES] for job in due]
+    easy = [[slot for slot in job.slots if slot not in some] for job, some in zip(due, hard, strict=True)]
+    for parts, exact in ((easy, False), (hard, True)):
+        jobs = [(job, Due(job.state, slots, job.ctx)) for job, slots in zip(due, parts, strict=True) if slots]
+        for (job, part), ok in zip(jobs, method.refresh([part for _, part in jobs], exact), strict=True):
+            index = from_host(part.slots, ok)
+            job.failed[index] = torch.where(ok, 0, job.failed[index] + 1)
 
 
 def make_stack(key: BankKey, n: int, group: Mapping[str, Any], device: torch.device) -> Stack:

@@ -7,6 +7,7 @@ every backend, and its size never depends on what happens in a step: ranks can d
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, cast
@@ -177,7 +178,8 @@ class Comm:
     def collect(self, value: Any) -> list[Any]:
         """What every rank gives, in the order of the ranks; plain data."""
         found: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(found, value, group=self.group)
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():  # torch goes by it
+            dist.all_gather_object(found, value, group=self.group)
         return found
 
     def exchange(self, received: Tensor, sent: Tensor, into: Sequence[int], out: Sequence[int]) -> Any:
@@ -262,6 +264,17 @@ class Circle:
         for comm in self._path:
             flag = bool(comm.largest([int(flag)])[0])
         return flag
+
+    def merge(self, found: Mapping[Any, float]) -> dict[Any, float]:
+        """What any rank has found, and of what several have the largest. The host waits."""
+        if not self.any(bool(found)):
+            return {}
+        for comm in self._path:
+            told = comm.collect(dict(found))
+            found = {
+                key: max(theirs.get(key, value) for theirs in told) for mine in told for key, value in mine.items()
+            }
+        return dict(found)
 
     def tell(self, message: str | None) -> str | None:
         """The message of some rank that has one. The host waits."""

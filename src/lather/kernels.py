@@ -14,6 +14,26 @@ import triton.language as tl
 
 (SLOT, TENSOR, START, NUMEL, BASE, N1, N2, S0, S1, S2, FLAT, M, V, HALF, COLS, LD) = map(tl.constexpr, range(16))
 WIDTH = tl.constexpr(16)
+# Numbers of a step that may change without a new kernel or graph; float64, in this order.
+NAMES = (
+    "sign",
+    "coupled",
+    "take1",
+    "keep2",
+    "take2",
+    "first",
+    "second",
+    "eps",
+    "keep",
+    "take",
+    "lr",
+    "decay",
+    "momentum",
+    "damp",
+)
+(SIGN, L2, TAKE1, KEEP2, TAKE2, FIRST, SECOND_, EPS, KEEP, TAKE, LR, DECAY, MOMENTUM_, DAMP) = map(
+    tl.constexpr, range(14)
+)
 LOW = tl.constexpr(2048.0)  # a number is split into a half and 1/LOW of another: 2 x 11 bits
 
 
@@ -46,30 +66,37 @@ def _in_state(row, COLUMN: tl.constexpr, index, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _index(row, BLOCK: tl.constexpr):
+def _index(row, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Elements of a tile, counted from the start of its block, and which of them there are."""
-    start = tl.multiple_of(tl.load(row + START).to(tl.int32), 16)
-    index = start + tl.arange(0, BLOCK)
-    return index, index < tl.load(row + NUMEL).to(tl.int32)
+    index = tl.multiple_of(tl.load(row + START).to(tl.int32), 16) + tl.arange(0, BLOCK)
+    numel = tl.load(row + NUMEL).to(tl.int32)
+    if ALIGNED:
+        numel = tl.multiple_of(numel, 8)
+    return index, index < numel
 
 
 @triton.jit
-def _gradient(grads, weights, row, index, inside, sign, decay, COUPLED, ALIGNED, GRAD, PARAM):
-    g = sign * tl.load(_in_tensor(grads, row, index, ALIGNED, GRAD), inside, 0.0).to(tl.float32)
+def _number(numbers, NAME: tl.constexpr):
+    return tl.load(numbers + NAME).to(tl.float32)
+
+
+@triton.jit
+def _gradient(grads, weights, row, index, inside, numbers, COUPLED, ALIGNED, GRAD, PARAM):
+    g = _number(numbers, SIGN) * tl.load(_in_tensor(grads, row, index, ALIGNED, GRAD), inside, 0.0).to(tl.float32)
     if COUPLED:
-        g += decay * tl.load(_in_tensor(weights, row, index, ALIGNED, PARAM), inside, 0.0).to(tl.float32)
+        g += _number(numbers, L2) * tl.load(_in_tensor(weights, row, index, ALIGNED, PARAM), inside, 0.0).to(tl.float32)
     return g
 
 
 @triton.jit
 def size_of_gradients(
-    tiles, grads, weights, partial, sign, decay,
+    tiles, grads, weights, partial, numbers,
     COUPLED: tl.constexpr, ALIGNED: tl.constexpr, GRAD: tl.constexpr, PARAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``partial[tile] = sum g^2``."""
     row = tiles + tl.program_id(0) * WIDTH
-    index, inside = _index(row, BLOCK)
-    g = _gradient(grads, weights, row, index, inside, sign, decay, COUPLED, ALIGNED, GRAD, PARAM)
+    index, inside = _index(row, ALIGNED, BLOCK)
+    g = _gradient(grads, weights, row, index, inside, numbers, COUPLED, ALIGNED, GRAD, PARAM)
     tl.store(partial + tl.program_id(0), tl.sum(g * g))
 
 
@@ -101,6 +128,14 @@ def look_at_gradients(slots, partial, active, counts, alive, scale, n, BLOCK: tl
 
 
 @triton.jit
+def _corrections(numbers, corrections, slot, n, UNIFORM: tl.constexpr):
+    """What the filter and the graft's second moment are divided by: for all slots, or for each."""
+    if UNIFORM:
+        return _number(numbers, FIRST), _number(numbers, SECOND_)
+    return tl.load(corrections + slot), tl.load(corrections + n + slot)
+
+
+@triton.jit
 def _own(u, v, correction, eps, SECOND: tl.constexpr):
     """The graft's direction for the filtered gradient."""
     if SECOND:
@@ -110,20 +145,19 @@ def _own(u, v, correction, eps, SECOND: tl.constexpr):
 
 @triton.jit
 def average(
-    tiles, grads, weights, alive, scale, partial, flat, corrections, n,
-    sign, decay, beta1, weight2, keep2, first, second, eps, plane,
+    tiles, grads, weights, alive, scale, partial, flat, corrections, n, numbers, plane,
     FILTER: tl.constexpr, SECOND: tl.constexpr, FLAT_G: tl.constexpr, HALVES: tl.constexpr, UNIFORM: tl.constexpr,
     COUPLED: tl.constexpr, ALIGNED: tl.constexpr, GRAD: tl.constexpr, PARAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Take in gradients: ``m <- beta1 m + (1 - beta1) g``, ``v <- keep2 v + weight2 g^2``.
+    """Take in gradients: ``m <- m + take1 (g - m)``, ``v <- keep2 v + take2 g^2``.
 
     Also: ``partial[tile]`` is the sum of squares of the graft's direction, ``half`` the scaled gradient in ``HALVES``
     numbers of 16 bits, ``flat`` the gradient itself. A slot that is not alive keeps its state and counts as zero.
     """
     row = tiles + tl.program_id(0) * WIDTH
     slot = tl.load(row + SLOT)
-    index, inside = _index(row, BLOCK)
-    g = _gradient(grads, weights, row, index, inside, sign, decay, COUPLED, ALIGNED, GRAD, PARAM)
+    index, inside = _index(row, ALIGNED, BLOCK)
+    g = _gradient(grads, weights, row, index, inside, numbers, COUPLED, ALIGNED, GRAD, PARAM)
     on = tl.load(alive + slot) != 0
     g = tl.where(on, g, 0.0)
     if FLAT_G:
@@ -145,23 +179,22 @@ def average(
                 tl.store(at, high, inside)
                 if HALVES == 2:
                     tl.store(at + plane, low, inside)
-    if not UNIFORM:
-        first, second = tl.load(corrections + slot), tl.load(corrections + n + slot)
+    first, second = _corrections(numbers, corrections, slot, n, UNIFORM)
     u = g
     if FILTER:
         at = _in_state(row, M, index, ALIGNED)
         old = tl.load(at, inside, 0.0)
-        u = old + (1 - beta1) * (g - old)
+        u = old + _number(numbers, TAKE1) * (g - old)
         tl.store(at, tl.where(on, u, old), inside)
         u = u / first
     v = u
     if SECOND:
         at = _in_state(row, V, index, ALIGNED)
         old = tl.load(at, inside, 0.0).to(tl.float32)
-        v = keep2 * old + weight2 * (g * g)
+        v = _number(numbers, KEEP2) * old + _number(numbers, TAKE2) * (g * g)
         v = tl.where(on, v, old)
         tl.store(at, v, inside)
-    own = _own(u, v, second, eps, SECOND)
+    own = _own(u, v, second, _number(numbers, EPS), SECOND)
     tl.store(partial + tl.program_id(0), tl.sum(tl.where(inside, own * own, 0.0)))
 
 
@@ -169,22 +202,21 @@ def average(
 def size_of_directions(tiles, flat, partial, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """``partial[tile] = sum P^2``."""
     row = tiles + tl.program_id(0) * WIDTH
-    index, inside = _index(row, BLOCK)
+    index, inside = _index(row, ALIGNED, BLOCK)
     p = tl.load(_at(flat, tl.load(row + FLAT) + index, ALIGNED), inside, 0.0)
     tl.store(partial + tl.program_id(0), tl.sum(p * p))
 
 
 @triton.jit
 def choose(
-    slots, own, partial, alive, ready, gain, corrections, n, first,
+    slots, own, partial, alive, ready, gain, corrections, n, numbers,
     GRAFT: tl.constexpr, UNIFORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``gain[slot]``: what the preconditioned direction is multiplied by; negative: take the graft's; NaN: sit out."""
     slot = tl.program_id(0)
     target = tl.sqrt(_total(own, slots, slot, n, BLOCK))
     size = tl.sqrt(_total(partial, slots, slot, n, BLOCK))
-    if not UNIFORM:
-        first = tl.load(corrections + slot)
+    first, _ = _corrections(numbers, corrections, slot, n, UNIFORM)
     value = tl.where(size > 0, target / size, 0.0) if GRAFT else 1.0 / first
     value = tl.where(tl.load(ready + slot) != 0, value, -1.0)
     tl.store(gain + slot, tl.where(tl.load(alive + slot) != 0, value, float("nan")))
@@ -192,10 +224,9 @@ def choose(
 
 @triton.jit
 def apply(
-    tiles, weights, momenta, flat, plain, directions, gain, corrections, n, both,
-    lr, decay, momentum, dampening, first, second, eps,
+    tiles, weights, momenta, flat, plain, directions, gain, corrections, n, numbers,
     FILTER: tl.constexpr, SECOND: tl.constexpr, UNIFORM: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
-    OUT: tl.constexpr, TENSOR: tl.constexpr, ALIGNED: tl.constexpr, PARAM: tl.constexpr, BLOCK: tl.constexpr,
+    OUT: tl.constexpr, ALIGNED: tl.constexpr, PARAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The direction of every slot, into ``directions`` (``OUT``) or through decay and momentum into the parameter.
 
@@ -203,11 +234,10 @@ def apply(
     """
     row = tiles + tl.program_id(0) * WIDTH
     slot = tl.load(row + SLOT)
-    index, inside = _index(row, BLOCK)
+    index, inside = _index(row, ALIGNED, BLOCK)
     factor = tl.load(gain + slot)
     at = tl.load(row + FLAT) + index
-    if not UNIFORM:
-        first, second = tl.load(corrections + slot), tl.load(corrections + n + slot)
+    first, second = _corrections(numbers, corrections, slot, n, UNIFORM)
     if factor >= 0:
         p = factor * tl.load(_at(flat, at, ALIGNED), inside, 0.0)
     else:
@@ -218,24 +248,23 @@ def apply(
         v = u
         if SECOND:
             v = tl.load(_in_state(row, V, index, ALIGNED), inside, 0.0).to(tl.float32)
-        p = _own(u, v, second, eps, SECOND)
+        p = _own(u, v, second, _number(numbers, EPS), SECOND)
     on = factor == factor  # false for NaN
     if OUT:
         tl.store(_at(directions, at, ALIGNED), tl.where(on, p, float("nan")), inside)
     else:
-        if TENSOR:
-            lr, decay = tl.load(both), tl.load(both + 1)
         where = _in_tensor(weights, row, index, ALIGNED, PARAM)
         w = tl.load(where, inside, 0.0).to(tl.float32)
-        p += decay * w
+        p += _number(numbers, DECAY) * w
         if MOMENTUM:
             memory = _in_tensor(momenta, row, index, ALIGNED, tl.float32)
-            damped = (1 - dampening) * p
+            momentum = _number(numbers, MOMENTUM_)
+            damped = _number(numbers, DAMP) * p
             old = tl.load(memory, inside, 0.0)
             m = momentum * old + damped
             tl.store(memory, tl.where(on, m, old), inside)
             p = damped + momentum * m if NESTEROV else m
-        tl.store(where, tl.where(on, w - lr * p, w).to(PARAM), inside)
+        tl.store(where, tl.where(on, w - _number(numbers, LR) * p, w).to(PARAM), inside)
 
 
 @triton.jit
@@ -249,10 +278,10 @@ def _lower(tile):
 
 @triton.jit
 def gram(
-    jobs, alive, scale, plane, weight, keep,
-    HALVES: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
+    jobs, alive, scale, plane, numbers,
+    HALVES: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """``L <- keep L + weight G G^T`` (``ROWS``) or ``G^T G`` for the jobs of a table: one triangle of tiles, mirrored.
+    """``L <- keep L + take G G^T`` (``ROWS``) or ``G^T G`` for the jobs of a table: one triangle of tiles, mirrored.
 
     A job: slot, address of G in halves, elements between its rows, elements to sum over (a multiple of DEPTH), address
     of L, its side, row and column of the tile.
@@ -262,6 +291,8 @@ def gram(
     g = tl.load(job + 1).to(tl.pointer_type(tl.float16))
     ld, depth = tl.multiple_of(tl.load(job + 2).to(tl.int32), 64), tl.load(job + 3).to(tl.int32)
     side = tl.load(job + 5).to(tl.int32)
+    if EVEN:
+        side = tl.multiple_of(side, 16)
     ri = tl.load(job + 6).to(tl.int32) * SIDE + tl.arange(0, SIDE)
     rj = tl.load(job + 7).to(tl.int32) * SIDE + tl.arange(0, SIDE)
     k = tl.arange(0, DEPTH)
@@ -283,27 +314,70 @@ def gram(
     if HALVES == 2:
         total += low / LOW
     s = 1 / tl.load(scale + slot)
-    at = ri[:, None] * side + rj[None, :]
     inside = (ri[:, None] < side) & (rj[None, :] < side)
     factor = tl.load(job + 4).to(tl.pointer_type(tl.float32))
-    old = tl.load(factor + at, inside, 0.0).to(tl.float32)
-    new = tl.where(tl.load(alive + slot) != 0, keep * old + weight * (total * s * s), old)
-    tl.store(factor + at, new, inside)
+    at = factor + (ri[:, None] * side + rj[None, :])
+    mirror = factor + (rj[:, None] * side + ri[None, :])
+    if EVEN:
+        at, mirror = tl.multiple_of(at, (16, 16)), tl.multiple_of(mirror, (16, 16))
+    old = tl.load(at, inside, 0.0)
+    grown = _number(numbers, KEEP) * old + _number(numbers, TAKE) * (total * s * s)
+    new = tl.where(tl.load(alive + slot) != 0, grown, old)
+    tl.store(at, new, inside)
     if tl.load(job + 6) != tl.load(job + 7):
-        mirror = rj[:, None] * side + ri[None, :]
-        tl.store(factor + mirror, new.T, inside.T)
+        tl.store(mirror, new.T, (rj[:, None] < side) & (ri[None, :] < side))
 
 
 @triton.jit
-def split(x, out, d, ld, size, BLOCK: tl.constexpr):
-    """A row of ``x [n, d, d]`` into halves ``out [n, 2, ld, ld]``, which hold zero beyond it; ``size`` is ``ld ld``."""
+def _split(at, value, size, mask):
+    high = value.to(tl.float16)
+    tl.store(at, high, mask)
+    tl.store(at + size, ((value - high.to(tl.float32)) * LOW).to(tl.float16), mask)
+
+
+@triton.jit
+def _joined(at, size, mask):
+    return tl.load(at, mask, 0.0).to(tl.float32) + tl.load(at + size, mask, 0.0).to(tl.float32) / LOW
+
+
+@triton.jit
+def split(x, scale, out, d, ld, size, BLOCK: tl.constexpr):
+    """A row of ``scale[n] x[n, d, d]`` into halves ``[n, 2, ld, ld]``, which hold zero beyond it; ``size`` is ``ld ld``."""
     row, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + slot * d * d + row * d + column, (column < d) & (row < d), 0.0)
-    high = value.to(tl.float16)
-    at = out + slot * 2 * size + row * ld + column
-    tl.store(at, high, column < ld)
-    tl.store(at + size, ((value - high.to(tl.float32)) * LOW).to(tl.float16), column < ld)
+    value = tl.load(x + slot * d * d + row * d + column, (column < d) & (row < d), 0.0) * tl.load(scale + slot)
+    _split(out + slot * 2 * size + row * ld + column, value, size, column < ld)
+
+
+@triton.jit
+def join(x, scale, out, d, ld, size, BLOCK: tl.constexpr):
+    """A row of ``scale[n]`` times halves ``[n, 2, ld, ld]`` into ``out[n, d, d]``."""
+    row, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    value = _joined(x + slot * 2 * size + row * ld + column, size, column < d)
+    tl.store(out + slot * d * d + row * d + column, value * tl.load(scale + slot), column < d)
+
+
+@triton.jit
+def squares(x, out, size, parts, BLOCK: tl.constexpr):
+    """``out[slot, part]``: the sum of squares over a part of halves ``[n, 2, size]``."""
+    part, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    index = part * BLOCK + tl.arange(0, BLOCK)
+    value = _joined(x + slot * 2 * size + index, size, index < size)
+    tl.store(out + slot * parts + part, tl.sum(value * value))
+
+
+@triton.jit
+def combine(x, y, terms, first, second, ld, size, n, BLOCK: tl.constexpr):
+    """``first = t0 x + t1 I`` and ``second = t2 x + t3 y + t4 I`` for halves ``[n, 2, ld, ld]`` and ``terms [5, n]``."""
+    row, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    at, inside, on = slot * 2 * size + row * ld + column, column < ld, column == row
+    a, b = _joined(x + at, size, inside), _joined(y + at, size, inside)
+    terms += slot
+    _split(first + at, tl.load(terms) * a + tl.where(on, tl.load(terms + n), 0.0), size, inside)
+    value = tl.load(terms + 2 * n) * a + tl.load(terms + 3 * n) * b + tl.where(on, tl.load(terms + 4 * n), 0.0)
+    _split(second + at, value, size, inside)
 
 
 @triton.jit

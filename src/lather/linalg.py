@@ -34,8 +34,18 @@ def unfold(x: Tensor, mode: int) -> Tensor:
 
 def gram(x: Tensor, mode: int) -> Tensor:
     """``G G^T`` of the mode's unfolding: ``[n, d, d]``."""
+    if x.is_cuda and x.dim() > 3 and mode == x.dim() - 2:
+        return _gram_of_columns(x.flatten(1, -2))
     u = unfold(x, mode)
     return torch.bmm(u, u.mT)
+
+
+def _gram_of_columns(x: Tensor) -> Tensor:
+    """``G^T G`` of ``[n, k, d]`` with many more rows than columns: a sum of products, or one core would do it all."""
+    n, k, d = x.shape
+    parts = max((p for p in (512, 256, 128, 64, 32, 16, 8, 4, 2) if k % p == 0 and k // p >= 256), default=1)
+    x = x.reshape(n * parts, k // parts, d)
+    return torch.bmm(x.mT, x).view(n, parts, d, d).sum(1)
 
 
 def gram_diagonal(x: Tensor, mode: int) -> Tensor:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import agreement, census, checkpoint, exchange, rules
+from . import agreement, census, checkpoint, exchange, roots, rules
 from .agreement import find_circle
 from .bank import Bank
 from .census import Item, Ranks, items_of
 from .exchange import Circle, Comm
 from .health import Alarm, Watch, failures, nonfinite, tally
-from .layout import check_parameter, groups_of, is_stored, layout_of, local, local_gradient
-from .options import OPTIONS, STRUCTURAL, check_options, check_values, closest, state_dtype, whole
+from .layout import check_parameter, groups_of, is_dtensor, is_stored, layout_of, local, local_gradient
+from .options import OPTIONS, STRUCTURAL, check_options, check_values, closest, state_dtype, whole, with_choices
 from .plan import BankKey, Plan, first_come, make_plan
 from .plan_report import PlanReport, check_memory
 from .units import Step, Unit, identity, make_banks, make_units
@@ -149,25 +149,28 @@ class Shampoo(torch.optim.Optimizer):
         return loss
 
     def _make_step(self, grads: Mapping[int, Tensor]) -> Step:
-        params = {i: local(p) for i, p in enumerate(self._params)}
+        params = {i: local(p) if d else p for i, (p, d) in enumerate(zip(self._params, self._sharded, strict=True))}
         momenta = {i: local(views["momentum"]) for i, views in enumerate(self._views) if "momentum" in views}
-        return Step(grads, params, momenta, self._steps, self._offsets, self.param_groups)
+        groups = [with_choices(group, self._choices) for group in self.param_groups]
+        return Step(grads, params, momenta, self._steps, self._offsets, groups)
 
     def _offsets(self, key: BankKey) -> Mapping[int, int] | None:
         staggered = self.param_groups[key.group]["refresh"] == "staggered" and key.modes
-        return self._plan.offsets(key.group) if staggered else None
+        return self._plan.offsets(key.group, self._choices) if staggered else None
 
     def _gradients(self) -> dict[int, Tensor]:
         """This rank's part of every gradient there is."""
         grads = {}
         for i, p in enumerate(self._params):
-            if p.grad is not None:
-                if p.grad.layout is not torch.strided:
-                    raise RuntimeError(
-                        f"parameter {self._name_of(i)} has a sparse gradient; use a dense one (sparse=False in nn.Embedding) "
-                        "or give it to torch.optim.SparseAdam"
-                    )
-                grads[i] = local_gradient(p.grad, p, self._name_of(i))
+            grad = p.grad
+            if grad is None:
+                continue
+            if grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"parameter {self._name_of(i)} has a sparse gradient; use a dense one (sparse=False in nn.Embedding) "
+                    "or give it to torch.optim.SparseAdam"
+                )
+            grads[i] = local_gradient(grad, p, self._name_of(i)) if self._sharded[i] else grad
         return grads
 
     def _is_probe(self, grads: Mapping[int, Tensor]) -> bool:
@@ -202,7 +205,7 @@ class Shampoo(torch.optim.Optimizer):
         """Report failures: on every step where reading is free, now and then where it is not."""
         for bank in self._banks:
             group = self.param_groups[bank.key.group]
-            step = max(self._steps[block.param] for block in bank.blocks)
+            step = self._steps[bank.blocks[0].param]
             if bank.counts.is_cpu or step % group["precondition_frequency"] == 0:
                 self._watch.look(bank, group, self._name_of, alone=not self._circle)
         self._calls += 1
@@ -226,9 +229,12 @@ class Shampoo(torch.optim.Optimizer):
     # Planning and state.
 
     def plan(self) -> PlanReport:
-        """What is preconditioned and how, memory by kind and work per step; needs no step and allocates nothing."""
+        """What is preconditioned and how, memory by kind and work per step; needs no step and allocates nothing.
+
+        After the first step it also has what was measured for ``root="auto"``.
+        """
         plan = self._make_plan(self._trainable(), self.param_groups)
-        return PlanReport(plan, self._places(plan))
+        return PlanReport(plan, self._places(plan), self._choices)
 
     def _started(self) -> bool:
         """Whether any parameter has taken a step."""
@@ -238,6 +244,8 @@ class Shampoo(torch.optim.Optimizer):
 
     def _reset(self) -> None:
         self._signature: Any = None
+        self._glanced: Any = None
+        self._sharded: list[bool] = []  # whether parameters are DTensors
         self._seen: dict[int, dict[str, Any]] = {}  # options that have been checked, by group
         self._views: list[dict[str, Tensor]] = []  # what was published in self.state
         self._params: list[Tensor] = []
@@ -249,6 +257,7 @@ class Shampoo(torch.optim.Optimizer):
         self._agreed = False  # whether ranks have compared what they are about to do
         self._loaded = False  # whether a checkpoint was loaded since
         self._strict = False  # whether some rank has on_nonfinite="raise"
+        self._choices = roots.NO_CHOICES  # solvers that were measured
         self._calls = 0
         self._owners: dict[tuple[int, int, int], int] = {}  # place, by group, position in it, block
         self._began: Ranks = ()  # the world in which they were chosen
@@ -305,7 +314,14 @@ class Shampoo(torch.optim.Optimizer):
             self._strict = self._circle.any(any(group["on_nonfinite"] == "raise" for group in self.param_groups))
             for comm in sorted(self._comms.values(), key=lambda comm: (not comm.together, first_come(comm.ranks))):
                 comm.check_alive()  # makes the groups that are not there yet, in an order that all ranks share
+            self._choices = self._measure()
         self._agreed, self._loaded = True, False
+
+    def _measure(self) -> roots.Choices:
+        """The solvers for ``root="auto"``, the same on all ranks; times of this process are kept, so only once."""
+        devices = {spec.device: p.device for spec, p in zip(self._plan.specs, self._params, strict=True)}
+        stacks = {(devices[name], d, e): count for (name, d, e), count in self._plan.auto_stacks().items()}
+        return roots.decide(self._circle.merge(roots.measure(stacks)))
 
     def _facts(self, ranks: Ranks) -> dict[str, str]:
         facts = {"num_trainers_per_group": str(self._trainers), "stages": str(self._stages)}
@@ -329,8 +345,11 @@ class Shampoo(torch.optim.Optimizer):
             self._signature, self._units, self._banks = None, [], []
         for number, group in enumerate(self.param_groups):
             check_values(group, self._seen.setdefault(number, {}))
+        if (glance := self._glance()) is not None and glance == self._glanced:
+            return
         trainable = self._trainable()
         if self._sign(trainable) == self._signature:
+            self._glanced = glance
             return
         if self._started():
             self._refuse_moving()
@@ -340,22 +359,38 @@ class Shampoo(torch.optim.Optimizer):
             _refuse_restructuring(self._structure, structure)
             self._refuse_reshaping(trainable)
         self._build(self._make_plan(trainable, self.param_groups), trainable)
-        self._signature, self._structure = self._sign(trainable), structure
+        self._signature, self._structure, self._glanced = self._sign(trainable), structure, None
 
     def _is_replaced(self, thorough: bool) -> bool:
         """Whether tensors in ``self.state`` are not ours any more, as after ``state[k] = v.to(device)``.
 
-        A step looks at one tensor of each parameter, saving and loading look at all.
+        A step looks at one tensor of the first and the last parameter, saving and loading look at all.
         """
-        for p, views in zip(self._params, self._views, strict=True):
+        pairs = list(zip(self._params, self._views, strict=True))
+        for p, views in pairs if thorough else (*pairs[:1], *pairs[-1:]):
             entry = self.state.get(p, {})
             if any(entry.get(k) is not views[k] for k in (views if thorough else ("step",))):
                 return True
         return False
 
+    def _glance(self) -> Any:
+        """What shows on nearly every step that nothing changed that :meth:`_sign` would tell; None if that is not easy."""
+        if self._signature is None or any(self._sharded):
+            return None
+        params = [
+            (p.data_ptr(), p.requires_grad, None if p.grad is None else p.grad.dtype)
+            for group in self.param_groups
+            for p in group["params"]
+        ]
+        return params, self._sign_options(), self._world()
+
     def _sign(self, trainable: Iterable[Item]) -> Any:
         """All that plan, banks and state depend on."""
-        options = [
+        params = [(id(p), p.device, p.dtype, census.grad_dtype(p), p.shape) for *_, p in trainable]
+        return params, self._sign_options(), self._world()
+
+    def _sign_options(self) -> Any:
+        return [
             (
                 group["betas"][0] > 0,
                 group["momentum"] > 0,
@@ -365,8 +400,6 @@ class Shampoo(torch.optim.Optimizer):
             )
             for group in self.param_groups
         ]
-        params = [(id(p), p.device, p.dtype, census.grad_dtype(p), p.shape) for *_, p in trainable]
-        return params, options, self._world()
 
     def _refuse_moving(self) -> None:
         if self._began != self._world():
@@ -394,6 +427,7 @@ class Shampoo(torch.optim.Optimizer):
         banks = make_banks(plan, places, params, self.param_groups, old_banks)
         old_state = {p: self.state[p] for p in params if p in self.state} if self._started() else {}
         self._plan, self._params, self._banks = plan, params, banks
+        self._sharded = [is_dtensor(p) for p in params]
         self._publish(places, old_state)
         for bank in banks:
             if old_state and bank not in old_banks.values():

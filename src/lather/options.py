@@ -258,6 +258,16 @@ def compute_dtype(group: Mapping[str, Any]) -> torch.dtype:
     return torch.promote_types(state_dtype(group), torch.float32)
 
 
+def with_choices(group: Mapping[str, Any], choices: roots.Choices) -> Mapping[str, Any]:
+    """The group with the solvers that were measured in the place of ``root="auto"``."""
+    return {**group, "root": choices} if choices and is_measured(group) else group
+
+
+def is_measured(group: Mapping[str, Any]) -> bool:
+    """Whether solvers are to be measured for it; that is done in float32."""
+    return group["root"] == "auto" and compute_dtype(group) == torch.float32
+
+
 def wire_dtype(group: Mapping[str, Any]) -> str:
     """What directions travel as."""
     return str(group["communication_dtype"] or str(compute_dtype(group)).removeprefix("torch."))

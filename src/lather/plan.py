@@ -8,6 +8,8 @@ process is the team of one place. Everything below speaks of places only, so it 
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,8 +18,8 @@ from typing import Any
 
 from . import assign
 from .blocks import Block, Layout, Region, Shape, cut
-from .options import compute_dtype, exponent, wire_dtype
-from .roots import resolve
+from .options import compute_dtype, exponent, is_measured, wire_dtype
+from .roots import NO_CHOICES, Choices, chosen, resolve
 
 GEOMETRY = ("max_preconditioner_dim", "merge_dims", "large_dim", "batch_dims", "precondition_1d")
 NOTHING: Mapping[tuple[int, int], int] = {}
@@ -160,19 +162,37 @@ class Plan:
             if key.route == route:
                 yield from numbers
 
-    def offsets(self, group: int) -> dict[int, int]:
+    def auto_stacks(self) -> dict[tuple[str, int, float], int]:
+        """For ``root="auto"``: the most roots that any owner computes at once, by device, size and exponent."""
+        most: Counter[tuple[str, int, float]] = Counter()
+        for number, options in enumerate(self.groups):
+            for banks in self._owned.values() if is_measured(options) else ():
+                most |= _roots_at_once({key: len(ns) for key, ns in banks.items() if key.group == number}, options)
+        return dict(most)
+
+    def offsets(self, group: int, choices: Choices = NO_CHOICES) -> dict[int, int]:
         """For ``refresh="staggered"``: each block's step inside the period, so that every step has the same work.
 
-        Depends on all blocks of the group, not on who owns them, so it is the same for any number of ranks.
+        Depends on all blocks of the group, not on who owns them, so it is the same for any number of ranks. Work is
+        what was measured if all of it was, else operations.
         """
         options = self.groups[group]
         frequency = options["precondition_frequency"]
-        key = (group, frequency, options["root"], options["exponent"], options["exponent_multiplier"])
+        roots = options["root"], options["exponent"], options["exponent_multiplier"]
+        key = (group, frequency, *roots, bool(choices))
         if key not in self._offsets:
             numbers = [i for i, b in enumerate(self.blocks) if b.modes and self.specs[b.param].group == group]
-            costs = [refresh_cost(self.blocks[i], options, self.specs[self.blocks[i].param].device) for i in numbers]
+            costs = self._refresh_costs(numbers, options, choices)
             self._offsets[key] = dict(zip(numbers, assign.greedy(costs, frequency), strict=True))
         return self._offsets[key]
+
+    def _refresh_costs(self, numbers: Sequence[int], options: Mapping[str, Any], choices: Choices) -> list[float]:
+        parts = [(self.blocks[i], options, self.specs[self.blocks[i].param].device) for i in numbers]
+        if is_measured(options):
+            measured = [measured_cost(*part, choices) for part in parts]
+            if math.inf not in measured:
+                return measured
+        return [refresh_cost(*part) for part in parts]
 
 
 def make_plan(
@@ -202,9 +222,30 @@ def make_plan(
 
 
 def refresh_cost(block: Block, options: Mapping[str, Any], device: str) -> float:
+    """Operations; never a measurement, or plans would differ between ranks, and between before and after."""
     return assign.refresh_flops(
         block, lambda d: resolve(options["root"], d, device, exponent(options, len(block.shape)))
     )
+
+
+def _roots_at_once(banks: Mapping[BankKey, int], options: Mapping[str, Any]) -> Counter[tuple[str, int, float]]:
+    """Roots of a refresh by device, size and exponent; those of one param group are computed together."""
+    counts: Counter[tuple[str, int, float]] = Counter()
+    for key, slots in banks.items():
+        e = exponent(options, len(key.shape))
+        for d, mode in zip(key.shape, key.modes, strict=False):
+            counts[key.device, d, e] += slots if mode == "full" and e > 0 else 0
+    period = options["precondition_frequency"] if options["refresh"] == "staggered" else 1
+    return Counter({at: -(-count // period) for at, count in counts.items()})
+
+
+def measured_cost(block: Block, options: Mapping[str, Any], device: str, choices: Choices) -> float:
+    """Milliseconds of a refresh; infinity if not all of it was measured."""
+    e, total = exponent(options, len(block.shape)), 0.0
+    for d, mode in zip(block.shape, block.modes, strict=False):
+        choice = chosen(choices, d, device, e)
+        total += 1e-6 * d if mode != "full" else choice.cost if choice else math.inf
+    return total
 
 
 def _cut(index: int, spec: Spec, options: Mapping[str, Any]) -> list[tuple[Block, tuple[int, ...]]]:

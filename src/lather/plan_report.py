@@ -14,8 +14,8 @@ from . import assign, options
 from .blocks import Block
 from .checkpoint import state_shapes
 from .layout import team_of
-from .plan import Plan, Spec, make_plan, refresh_cost
-from .roots import resolve, spell
+from .plan import BankKey, Plan, Spec, make_plan, refresh_cost
+from .roots import NO_CHOICES, Choices, chosen, resolve, spell
 from .scale import RankReport, block_bytes, layout_named, rank_report, scratch_bytes
 from .units import make_drafts
 
@@ -42,6 +42,7 @@ class BankRow:
     modes: tuple[str, ...]
     solvers: tuple[str, ...]
     state_bytes: int
+    milliseconds: tuple[dict[str, float | None], ...]  # per matrix, of each side's candidates; None: it fails
 
 
 class PlanReport:
@@ -55,13 +56,13 @@ class PlanReport:
     (20480, 20480)
     """
 
-    def __init__(self, plan: Plan, places: Sequence[int] | None = None) -> None:
-        """``places``: those of the rank that asks; without, the most loaded one of every team."""
+    def __init__(self, plan: Plan, places: Sequence[int] | None = None, choices: Choices = NO_CHOICES) -> None:
+        """``places``: those of the rank that asks; without, the most loaded one of every team. ``choices``: measured."""
         blocks: list[list[Block]] = [[] for _ in plan.specs]
         for block in plan.blocks:
             blocks[block.param].append(block)
         self.params = [_param_row(plan, *item) for item in zip(plan.specs, blocks, strict=True)]
-        self.banks = _bank_rows(plan)
+        self.banks = _bank_rows(plan, choices)
         self.memory = _memory(plan)
         self.teams = [rank_report(plan, team, places[team] if places else None) for team in range(len(plan.teams))]
         drafts = make_drafts(plan, [team.place for team in self.teams]) if len(self.teams) > 1 else []
@@ -188,7 +189,7 @@ def _param_row(plan: Plan, spec: Spec, blocks: Sequence[Block]) -> ParamRow:
     return ParamRow(spec.name, spec.shape, method, len(blocks), shapes, first.reason)
 
 
-def _bank_rows(plan: Plan) -> list[BankRow]:
+def _bank_rows(plan: Plan, choices: Choices) -> list[BankRow]:
     """Banks of all ranks and routes that do the same."""
     slots: dict[tuple[Any, ...], int] = {}
     for key in plan.keys:
@@ -197,15 +198,22 @@ def _bank_rows(plan: Plan) -> list[BankRow]:
     example = {(key.group, key.device, key.method, key.shape, key.modes): key for key in plan.keys}
     rows = []
     for alike, count in slots.items():
-        key, group = example[alike], plan.groups[alike[0]]
-        e = options.exponent(group, len(key.shape))
-        sides = zip(key.shape, key.modes, strict=False)
-        solvers = tuple(
-            spell(resolve(group["root"], d, key.device, e)) if mode == "full" else "diagonal" for d, mode in sides
-        )
+        key = example[alike]
         size = count * block_bytes(plan, key)
-        rows.append(BankRow(key.group, key.method, count, key.shape, key.modes, solvers, size))
+        solvers, times = _solvers(key, options.with_choices(plan.groups[key.group], choices))
+        rows.append(BankRow(key.group, key.method, count, key.shape, key.modes, solvers, size, times))
     return rows
+
+
+def _solvers(key: BankKey, group: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[dict[str, float | None], ...]]:
+    """The solver of each side, and what the candidates take if that was measured."""
+    e, solvers, times = options.exponent(group, len(key.shape)), list[str](), list[dict[str, float | None]]()
+    for d, mode in zip(key.shape, key.modes, strict=False):
+        choice = chosen(group["root"], d, key.device, e) if isinstance(group["root"], Mapping) else None
+        ms = choice.milliseconds if choice and mode == "full" else {}
+        solvers.append(spell(resolve(group["root"], d, key.device, e)) if mode == "full" else "diagonal")
+        times.append({name: t if t < math.inf else None for name, t in ms.items()})
+    return tuple(solvers), tuple(times)
 
 
 def _largest_factor(plan: Plan, device: str) -> tuple[Spec, int]:
@@ -242,8 +250,18 @@ def _param_cells(row: ParamRow) -> tuple[str, ...]:
 
 
 def _bank_cells(row: BankRow) -> tuple[str, ...]:
-    solver = ", ".join(dict.fromkeys(row.solvers)) or "-"
+    solver = ", ".join(dict.fromkeys(map(_solver_text, row.solvers, row.milliseconds))) or "-"
     return f"{row.group}:{row.method}", str(row.slots), _times(row.shape), solver, bytes_text(row.state_bytes)
+
+
+def _solver_text(solver: str, times: Mapping[str, float | None]) -> str:
+    """Such as ``minimax 0.31 ms (newton 1.8, eigh fails)``."""
+    if not times:
+        return solver
+    text = {name: "fails" if ms is None else f"{ms:.2g}" for name, ms in times.items()}
+    own = text.pop(solver, "fails")
+    others = ", ".join(f"{name} {ms}" for name, ms in text.items())
+    return f"{solver} {own}{'' if own == 'fails' else ' ms'}" + (f" ({others})" if others else "")
 
 
 def scale_table(rows: Mapping[int, RankReport]) -> str:

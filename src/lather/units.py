@@ -14,15 +14,18 @@ from torch import Tensor
 from . import exchange
 from .bank import Bank, initial_state
 from .exchange import Comm, Mail, Wire, itemsize
-from .fleet import Call, Fleet, Part, Place, Share, alike, divide, place
-from .fleet import scratch as fleet_scratch
+from .fleet import Call, Fleet, Graphs, alike
 from .layout import local
 from .options import compute_dtype, wire_dtype
 from .plan import BankKey, Plan, Route
 from .runs import Run, coalesce
 from .store import Arena, ArenaKey, Chunk, Span, copy_pairs, spans
+from .tables import Part, Place, Share, divide, place
+from .tables import scratch as fleet_scratch
 
 Group = Mapping[str, Any]
+
+FEW = 4  # fleets that are worth CUDA graphs: with more of them launches are not what takes time
 
 
 @dataclass(frozen=True)
@@ -348,6 +351,7 @@ class Draft:
         sent = inbound.sent if inbound else None
         received = outbound.received if outbound else None
         mine = {bank.key: bank for bank in banks}
+        graphs = Graphs() if device.type == "cuda" and len(self.fleets) <= FEW else None
         return Unit(
             tuple(mine[key] for key in self.banks),
             tuple(Chunk(span, self._reading(span), arena, sent) for span in self.reads),
@@ -357,7 +361,7 @@ class Draft:
             self._slots(self.outbound[0] if self.outbound else None),
             inbound,
             outbound,
-            tuple(self._fleet(shares, mine) for shares in self.fleets),
+            tuple(self._fleet(shares, mine, graphs) for shares in self.fleets),
             tuple(self.alone),
             arena,
         )
@@ -373,7 +377,7 @@ class Draft:
             for key, numbers in self.banks.items()
         )
 
-    def _fleet(self, shares: Sequence[Share], banks: Mapping[BankKey, Bank]) -> Fleet:
+    def _fleet(self, shares: Sequence[Share], banks: Mapping[BankKey, Bank], graphs: Graphs | None) -> Fleet:
         raw = self.inbound is None
         numbers = [self.banks[share.key][share.start : share.stop] for share in shares]
         members = dict.fromkeys(self.plan.blocks[i].param for part in numbers for i in part)
@@ -387,7 +391,7 @@ class Draft:
             tensors = [position[self.plan.blocks[i].param] if raw else bank_number for i in part]
             found = [at for at in places if at is not None]
             parts.append(Part(share.key, share.start, share.stop, banks[share.key], tensors, found))
-        return Fleet(parts, raw=raw, lands=self.outbound is None)
+        return Fleet(parts, raw, self.outbound is None, graphs)
 
     def _slots(self, mail: Mail | None) -> tuple[Slots, ...]:
         """Each bank's share of messages, as runs over its stack."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import lather
-from lather.transforms import GRAFTS, PRECONDITIONERS, Context, Preconditioner, Stack, filter_gradient, init_filter
+from lather.transforms import GRAFTS, PRECONDITIONERS, Context, Due, Preconditioner, Stack, filter_gradient, init_filter
 
 METHODS: dict[str, tuple[Preconditioner, dict[str, Any]]] = {
     **{f"graft {name}": (method, {"graft": name}) for name, method in GRAFTS.items()},
@@ -74,7 +74,7 @@ class Case:
         ctx, g = self.context(t, alive), self.gradient(t, alive)
         self.method.accumulate(self.state, g, ctx)
         if isinstance(self.method, Preconditioner) and (local := [self.slots.index(i) for i in due if i in self.slots]):
-            self.method.refresh(self.state, local, ctx)
+            self.method.refresh([Due(self.state, local, ctx)])
         return self.method.apply(self.state, g, ctx)
 
     def copy(self) -> dict[str, Tensor]:
@@ -145,7 +145,7 @@ def test_zero_gradients_give_zero_directions(method: str, kind: str) -> None:
     ctx, zero = case.context(0), torch.zeros(3, *case.stack.shape)
     case.method.accumulate(case.state, zero, ctx)
     if isinstance(case.method, Preconditioner):
-        case.method.refresh(case.state, [0, 1, 2], ctx)
+        case.method.refresh([Due(case.state, [0, 1, 2], ctx)])
     assert torch.equal(case.method.apply(case.state, zero, ctx), zero)
 
 
@@ -160,8 +160,8 @@ def test_a_refresh_that_fails_keeps_what_there_was(method: str, kind: str) -> No
     for role, value in case.state.items():
         if role.startswith("L"):
             value[1] = math.nan
-    ok = case.method.refresh(case.state, [0, 1, 2], case.context(1))
-    other.method.refresh(other.state, [0, 1, 2], other.context(1))
+    (ok,) = case.method.refresh([Due(case.state, [0, 1, 2], case.context(1))])
+    other.method.refresh([Due(other.state, [0, 1, 2], other.context(1))])
     assert ok.tolist() == [True, False, True]
     for role, value in case.state.items():
         assert torch.equal(value[[0, 2]], other.state[role][[0, 2]]), role

@@ -6,12 +6,14 @@ python -m pytest tests/gpu
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
 
 import lather
 from lather.reference import Reference
+from lather.roots import auto
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -40,7 +42,13 @@ def run(opt, params, first, last):
 def make(dtype=torch.float32, **options):
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(s, generator=generator).cuda().to(dtype)) for s in SHAPES]
-    given = {"lr": 0.05, "eps": 1e-3, "max_preconditioner_dim": 32, "precondition_frequency": 4} | options
+    given = {
+        "lr": 0.05,
+        "eps": 1e-3,
+        "max_preconditioner_dim": 32,
+        "precondition_frequency": 4,
+        "root": "eigh",
+    } | options
     return lather.Shampoo(params, **given), params, given
 
 
@@ -49,9 +57,10 @@ def test_agrees_with_the_twin(options):
     opt, params, given = make(**options)
     offsets = None
     if options.get("refresh") == "staggered":
-        opt.state_dict()
+        with torch.no_grad():
+            opt._prepare_together()
         blocks = opt._plan.blocks
-        offsets = {(blocks[i].param, blocks[i].index): o for i, o in opt._plan.offsets(0).items()}
+        offsets = {(blocks[i].param, blocks[i].index): o for i, o in opt._plan.offsets(0, opt._choices).items()}
     twin = Reference([p.detach().cpu() for p in params], offsets=offsets, **given)
     run(opt, params, 1, 21)
     for step in range(1, 21):
@@ -77,7 +86,7 @@ def test_plain_steps_do_not_synchronise(options):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("root", ["eigh", "newton", "higher_order", "qr"])
+@pytest.mark.parametrize("root", ["eigh", "newton", "higher_order", "qr", "track", "minimax", "auto"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_resume_is_bitwise(root, dtype):
     opt, params, _ = make(dtype, root=root)
@@ -121,3 +130,32 @@ def test_matmul_precision_is_left_alone_and_roots_stay_accurate():
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(("d", "n"), [(24, 4), (64, 16), (512, 8), (1024, 2)])
+def test_solvers_are_measured(d, n):
+    """Once, quickly, leaving the user's random numbers alone; a candidate that cannot be used is not chosen."""
+    auto.forget()
+    device, key = torch.device("cuda", torch.cuda.current_device()), (d, 0.25)
+    auto.measure({(device, *key): n})  # compiles
+    auto.forget()
+    before, start = torch.cuda.get_rng_state(), time.perf_counter()
+    times = auto.measure({(device, *key): n})
+    assert time.perf_counter() - start < 1
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    choice = auto.decide(times)[key]
+    assert choice.milliseconds.keys() >= ({"eigh"} if d < 32 else {"eigh", "minimax"})
+    assert 0 < choice.milliseconds[choice.solver.name] < torch.inf
+    assert auto.measure({(device, *key): n}) == times
+    auto.forget()
+
+
+def test_auto_is_measured_by_the_first_step():
+    opt, params, _ = make(max_preconditioner_dim=64)
+    assert not any(row.milliseconds[0] for row in opt.plan().banks if row.milliseconds)
+    run(opt, params, 1, 2)
+    row = opt.plan().banks[0]
+    assert row.shape == (48, 32) and all("eigh" in times for times in row.milliseconds) and " ms" in str(opt.plan())
+    before = dict(opt._choices)
+    run(opt, params, 2, 6)
+    assert opt._choices == before

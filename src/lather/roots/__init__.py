@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import symmetrize
-from .auto import choose
+from .auto import NO_CHOICES, Choices, choose, chosen, decide, measure
 from .base import Basis, EigenSolver, Root, RootSolver, lift, settle
 from .eigh import Eigh
 from .higher_order import HigherOrder
@@ -21,8 +21,10 @@ from .spec import SOLVERS, parse, resolve, spell
 from .track import Track
 
 __all__ = [
+    "NO_CHOICES",
     "SOLVERS",
     "Basis",
+    "Choices",
     "EigenSolver",
     "Eigh",
     "HigherOrder",
@@ -33,6 +35,9 @@ __all__ = [
     "RootSolver",
     "Track",
     "choose",
+    "chosen",
+    "decide",
+    "measure",
     "parse",
     "power",
     "relative_ridge",

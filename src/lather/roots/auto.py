@@ -1,24 +1,192 @@
-"""The solver behind `root="auto"`."""
+"""The solver behind `root="auto"`: by a rule in plans, by a measurement on the device in training.
+
+[Note: auto] Which solver is fastest differs between devices and versions of their libraries by more than a rule could
+know. A plan must be the same on all ranks and known before anything runs, so it goes by :func:`choose`. Before the first
+refresh each rank times the candidates for its sizes once (:func:`measure`), ranks take the slowest of their times, and
+:func:`decide` makes the same choices of them everywhere. Candidates keep no state, so checkpoints do not depend on the
+choice. On a CPU there is nothing to measure: eigh, whose results are the same bits for any number of ranks.
+
+Accuracy is judged twice. A candidate that is not ok on a synthetic stack is not taken. On the factors of the training every
+solver reports a residual per slot, and a slot above its tolerance is not ok: it keeps its last root and is redone by eigh.
+"""
 
 from __future__ import annotations
 
-import torch
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, final
 
+import torch
+from torch import Tensor
+
+from ..linalg import symmetrize
 from .base import RootSolver
 from .coupled import supports
 from .eigh import Eigh
 from .minimax import Minimax
 from .newton import Newton
+from .numerics import full_precision
 from .products import splits
+
+SMALLEST = 32  # below it eigh
+NUMEL = 1 << 23  # elements of a stack that is measured, enough to keep a device busy
+BUDGET = 30.0  # milliseconds; a candidate that is slow is measured on fewer matrices
+REPEATS = 3
+HOPELESS = 4  # times the operations of a candidate that works; not measured
+CLEARLY = 1.25  # how much faster than the rule's solver another must be: noise must not decide
+DECADES = 6  # of the synthetic spectrum
+
+
+class Task(NamedTuple):
+    """What is measured: roots of exponent `e` of `n` matrices of size `d`; `n` is a power of two."""
+
+    d: int
+    e: float
+    n: int
+
+
+@final
+@dataclass(frozen=True)
+class Choice:
+    """A solver, and what each candidate takes per matrix, by name; `inf` for one that cannot be used."""
+
+    solver: RootSolver
+    milliseconds: Mapping[str, float]
+
+    @property
+    def cost(self) -> float:
+        """Milliseconds of the solver to two bits, so that noise seldom changes what is balanced by it."""
+        ms = self.milliseconds.get(self.solver.name, math.inf)
+        mantissa, exponent = math.frexp(ms)
+        return math.ldexp(round(4 * mantissa) / 4, exponent) if ms < math.inf else ms
+
+
+Times = dict[tuple[Task, str], float]  # milliseconds per matrix, by task and name of the candidate
+Choices = Mapping[tuple[int, float], Choice]  # by size and exponent
+NO_CHOICES: Choices = {}
+
+_measured: dict[tuple[str, Task], dict[str, float]] = {}
 
 
 def choose(d: int, device: torch.device | str, e: float) -> RootSolver:
-    """The solver for roots of exponent `e` of matrices of size `d` on `device`.
+    """The solver for roots of exponent `e` of matrices of size `d` on `device`, as far as a rule can tell.
 
     On CUDA eigh takes its matrices one by one; solvers made of products do not: `minimax`, whose products need a compiler
     for its kernels, or `newton`. Everywhere else eigh. How many matrices there are is left out on purpose: it differs
     between ranks.
     """
-    if torch.device(device).type != "cuda" or d < 32 or not supports(e):
+    if torch.device(device).type != "cuda" or d < SMALLEST or not supports(e):
         return Eigh()
     return Minimax() if splits() else Newton()
+
+
+def chosen(choices: Choices, d: int, device: torch.device | str, e: float) -> Choice | None:
+    """The choice for this device, if one was measured."""
+    return choices.get((d, e)) if _is_measurable(torch.device(device)) else None
+
+
+def candidates(d: int, e: float) -> tuple[RootSolver, ...]:
+    """What may be chosen: solvers without state."""
+    return (Minimax(), Newton(), Eigh()) if d >= SMALLEST and supports(e) else (Eigh(),)
+
+
+def measure(stacks: Mapping[tuple[torch.device, int, float], int]) -> Times:
+    """Time the candidates for so many matrices on a device, of a size and exponent. Raises nothing: ranks wait for it.
+
+    A measurement is kept as long as the process, by the kind of device and the number of matrices up to a power of two.
+    """
+    times: Times = {}
+    for (device, d, e), count in stacks.items():
+        if _is_measurable(device):
+            task = Task(d, e, 1 << (count - 1).bit_length())
+            for name, ms in _timed(task, device).items():
+                times[task, name] = max(ms, times.get((task, name), 0.0))
+    return times
+
+
+def forget() -> None:
+    """Drop all measurements; optimizers that have begun keep their choices."""
+    _measured.clear()
+
+
+def decide(times: Mapping[tuple[Task, str], float]) -> Choices:
+    """The choice for every size and exponent. Of several numbers of matrices the largest counts, where most time goes."""
+    largest: dict[tuple[int, float], Task] = {}
+    for task, _ in times:
+        key = task.d, task.e
+        largest[key] = max(largest.get(key, task), task)
+    return {key: _fastest(task, times) for key, task in largest.items()}
+
+
+def _fastest(task: Task, times: Mapping[tuple[Task, str], float]) -> Choice:
+    solvers = {solver.name: solver for solver in candidates(task.d, task.e)}
+    ms = {name: times[task, name] for name in solvers if (task, name) in times}
+    usual, best = choose(task.d, "cuda", task.e).name, min(ms, key=lambda name: ms[name])
+    if not ms[best] < math.inf:
+        best = Eigh.name
+    elif CLEARLY * ms[best] > ms.get(usual, math.inf):
+        best = usual
+    return Choice(solvers[best], ms)
+
+
+def _timed(task: Task, device: torch.device) -> dict[str, float]:
+    """Milliseconds per matrix of the candidates that are worth it, by name."""
+    key = _kind(device), task
+    if key not in _measured:
+        times, least = dict[str, float](), math.inf
+        for solver in candidates(task.d, task.e):
+            flops = solver.flops(task.d)
+            if flops <= HOPELESS * least:
+                times[solver.name] = _time(solver, task, device)
+                least = min(least, flops) if times[solver.name] < math.inf else least
+        _measured[key] = times
+    return _measured[key]
+
+
+def _time(solver: RootSolver, task: Task, device: torch.device) -> float:
+    """Milliseconds per matrix; `inf` if a root is not ok, or if the solver does not run at all."""
+    try:
+        a = _synthetic(task, device)
+        alone = _clock(solver, a[:1], task.e, repeats=1)
+        if alone > BUDGET:
+            return alone
+        n = min(len(a), int(BUDGET / max(alone, 1e-3)))
+        return _clock(solver, a[:n], task.e, REPEATS) / n
+    except Exception:  # no compiler, no memory: reasons to choose another solver, not to stop
+        return math.inf
+
+
+def _clock(solver: RootSolver, a: Tensor, e: float, repeats: int) -> float:
+    """Milliseconds of a call, the median, after one that compiles and warms up."""
+    if not bool(solver(a, e, 1e-12, {}).ok.all()):
+        return math.inf
+    stream, times = torch.cuda.current_stream(a.device), list[float]()
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record(stream)
+        solver(a, e, 1e-12, {})
+        stop.record(stream)
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times)
+
+
+def _synthetic(task: Task, device: torch.device) -> Tensor:
+    """A stack [n, d, d] with some decades of spectrum, made without the user's random numbers."""
+    d = task.d
+    n = max(1, min(task.n, NUMEL // d**2))
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(n, d, d, generator=generator, dtype=torch.float32, device=device)
+    x *= torch.logspace(0, -DECADES / 2, d, dtype=torch.float32, device=device) / math.sqrt(d)
+    with full_precision(device):
+        return symmetrize(x @ x.mT)
+
+
+def _is_measurable(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _kind(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from typing import ClassVar, NamedTuple, final
 
@@ -14,11 +16,23 @@ from ..linalg import per_slot
 from .base import Root, RootSolver
 from .coupled import fraction, series
 from .numerics import eye_like, normalize, power
-from .products import decode, encode, matrix_power, product, product_count, times_power
+from .products import (
+    combine,
+    decode,
+    encode,
+    frobenius,
+    is_split,
+    matrix_power,
+    product,
+    product_count,
+    times_power,
+)
 
 MARGIN = 1.02  # ||A^2||_F^(1/2) >= lambda_max; beyond it the polynomials grow, so rounding must not make it less
 DESIGN = 0.1  # the part of the tolerance that the polynomials may use; the rest is for rounding
 PROBES = 8
+
+Times = Callable[[Tensor], Tensor]
 
 
 class Step(NamedTuple):
@@ -78,46 +92,65 @@ class Minimax(RootSolver):
         return 2.0 * d**3 * self.products(p=4)
 
     def _root(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
-        ratio, eps = fraction(e), per_slot(eps, a)
+        ratio = fraction(e)
+        value, error = self._split(a, ratio, eps) if is_split(a) else self._plain(a, ratio, eps)
+        error = ratio.numerator * error
+        return Root(value, error <= self.tolerance, torch.where(error < 1, error, 1.0))
+
+    def _plain(self, a: Tensor, ratio: Fraction, eps: float | Tensor) -> tuple[Tensor, Tensor]:
+        """Roots and residuals, in the dtype of `a`."""
+        eps, p = per_slot(eps, a), ratio.denominator
         a, scale = normalize(a, floor=eps)
-        m, square, z = self._start(a, eps / scale)
-        x = _compose(self.steps(ratio.denominator), ratio.denominator, m, square)
-        error = ratio.numerator * _residual(x, m, ratio.denominator)
-        x = x if ratio.numerator == 1 else decode(matrix_power(encode(x), ratio.numerator), x.shape[-1])
-        back = power(z.squeeze(-1).double() * scale.squeeze(-1), -e).to(a.dtype)
-        return Root(x * back[:, :, None], error <= self.tolerance, torch.where(error < 1, error, 1.0))
-
-    def _start(self, a: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`M = (A + ridge I) / z`, `M^2` and `z` [n, 1, 1] with all eigenvalues of `M` in [1/kappa, 1], by one product."""
-        eye, small = eye_like(a), encode(a / 16)  # the entries of a square must be within the range of a half
-        square = 256 * decode(product(small, small), a.shape[-1])
+        eye, square = eye_like(a), product(a, a)
         z = MARGIN * torch.linalg.vector_norm(square, dim=(1, 2), keepdim=True).sqrt()
-        ridge = torch.maximum(ridge, self.relative_eps * z)
+        ridge = torch.maximum(eps / scale, self.relative_eps * z)
         z = z + ridge
-        return (a + ridge * eye) / z, (square + ridge * (2 * a + ridge * eye)) / z.square(), z
+        m, square = (a + ridge * eye) / z, (square + ridge * (2 * a + ridge * eye)) / z.square()
+        step = self.steps(p)[0]
+        x = self._compose(p, m, step.a * eye + step.b * m + step.c * square)
+        error = _residual(lambda y: x @ y, lambda y: m @ y, _signs(m), p)
+        back = power(z.squeeze(-1).double() * scale.squeeze(-1), -float(ratio)).to(a.dtype)
+        return matrix_power(x, ratio.numerator) * back[:, :, None], error
+
+    def _split(self, a: Tensor, ratio: Fraction, eps: float | Tensor) -> tuple[Tensor, Tensor]:
+        """The same in halves, with fewer passes over memory. `A / scale` has a trace of 1, so its entries are within
+        [-1, 1]; its square is taken times 1024, for if all eigenvalues are equal the largest entry is as small as 1 / d^2."""
+        p, step = ratio.denominator, self.steps(ratio.denominator)[0]
+        floor = eps.to(a.dtype) if isinstance(eps, Tensor) else torch.full_like(a[:, 0, 0], eps)
+        scale = a.diagonal(dim1=1, dim2=2).sum(1).maximum(floor).clamp(min=1e-37)
+        b = encode(a, 1 / scale)
+        square = product(b, b, 1024.0)
+        z = MARGIN * (frobenius(square) / 1024).sqrt()
+        ridge = torch.maximum(floor / scale, self.relative_eps * z)
+        z = z + ridge
+        r = ridge / z
+        q = step.a + step.b * r + step.c * r * r, (step.b + 2 * step.c * r) / z, step.c / (1024 * z * z)
+        x = self._compose(p, *combine(b, square, torch.stack([1 / z, r, q[1], q[2], q[0]])))
+        back = power(z[:, None].double() * scale[:, None], -1 / p).to(a.dtype)
+        root, unit = decode(x, back[:, 0], a.shape[-1]), back[:, :, None]
+        scale, ridge, z = (t[:, None, None] for t in (scale, ridge, z))
+        error = _residual(lambda y: root @ y / unit, lambda y: (a @ y / scale + ridge * y) / z, _signs(a), p)
+        s = ratio.numerator
+        return root if s == 1 else decode(matrix_power(x, s), back[:, 0] ** s, a.shape[-1]), error
+
+    def _compose(self, p: int, m: Tensor, q: Tensor) -> Tensor:
+        """`m^(-1/p)`, given `m` and the first polynomial in it."""
+        x = q
+        for step in self.steps(p)[1:]:
+            m = times_power(q, p, m)
+            q = product(m, m, step.c, add=m, beta=step.b, diagonal=step.a)
+            x = product(x, q)
+        return x
 
 
-def _compose(steps: tuple[Step, ...], p: int, m: Tensor, square: Tensor) -> Tensor:
-    """`m^(-1/p)`, given `m` and its square."""
-    d = m.shape[-1]
-    q = encode(steps[0].a * eye_like(m) + steps[0].b * m + steps[0].c * square)
-    x, m = q, encode(m)
-    for step in steps[1:]:
-        m = times_power(q, p, m)
-        q = product(m, m, step.c, add=m, beta=step.b, diagonal=step.a)
-        x = product(x, q)
-    return decode(x, d)
-
-
-def _residual(x: Tensor, m: Tensor, p: int) -> Tensor:
+def _residual(times_x: Times, times_m: Times, v: Tensor, p: int) -> Tensor:
     """`||(X^p M - I) V||_F / (p ||V||_F)` [n]: by products with a few vectors, which cost next to nothing."""
-    v = _signs(m)
     y = v
     for _ in range(p // 2):
-        y = x @ y
-    y = m @ y  # between the halves, or y would span the range of X^p
+        y = times_x(y)
+    y = times_m(y)  # between the halves, or y would span the range of X^p
     for _ in range(p - p // 2):
-        y = x @ y
+        y = times_x(y)
     norm: Tensor = torch.linalg.vector_norm(y - v, dim=(1, 2))
     return norm / (p * math.sqrt(v.shape[1] * PROBES))
 

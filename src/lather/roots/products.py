@@ -62,26 +62,59 @@ def splits() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def encode(x: Tensor) -> Tensor:
-    """What `product` is fastest with: float32 on a GPU becomes halves [n, 2, D, D], zero beyond `d`; else `x` itself."""
-    if not (x.is_cuda and x.dtype == torch.float32 and splits()):
-        return x
+def is_split(x: Tensor) -> bool:
+    """Whether products with this matrix are better done in halves."""
+    return x.is_cuda and x.dtype == torch.float32 and splits()
+
+
+def encode(x: Tensor, scale: Tensor) -> Tensor:
+    """Halves [n, 2, D, D] of `scale[n] x`, zero beyond `d`."""
     from .. import kernels
 
     n, d, _ = x.shape
     ld = -(-d // _side(d)) * _side(d)
     halves = x.new_empty((n, 2, ld, ld), dtype=torch.float16)
-    block = min(1024, 1 << (ld - 1).bit_length())
-    kernels.split[ld, n, -(-ld // block)](x.contiguous(), halves, d, ld, ld * ld, BLOCK=block, num_warps=4)
+    kernels.split[_rows(n, ld)](x.contiguous(), scale.contiguous(), halves, d, ld, ld * ld, BLOCK=_block(ld))
     return halves
 
 
-def decode(x: Tensor, d: int) -> Tensor:
-    """The matrices [n, d, d] that were encoded."""
-    if x.dtype != torch.float16:
-        return x
-    high, low = x[:, :, :d, :d].unbind(1)
-    return torch.add(high.float(), low.float(), alpha=1 / 2048)
+def decode(x: Tensor, scale: Tensor, d: int) -> Tensor:
+    """The matrices [n, d, d] that were encoded, times `scale[n]`."""
+    from .. import kernels
+
+    n, _, ld, _ = x.shape
+    out = x.new_empty((n, d, d), dtype=torch.float32)
+    kernels.join[d, n, -(-ld // _block(ld))](x, scale.contiguous(), out, d, ld, ld * ld, BLOCK=_block(ld))
+    return out
+
+
+def frobenius(x: Tensor) -> Tensor:
+    """The norms [n] of encoded matrices."""
+    from .. import kernels
+
+    n, size, block = x.shape[0], x.shape[2] * x.shape[3], 4096
+    parts = -(-size // block)
+    sums = x.new_empty((n, parts), dtype=torch.float32)
+    kernels.squares[parts, n](x, sums, size, parts, BLOCK=block)
+    return sums.sum(1).sqrt()
+
+
+def combine(x: Tensor, y: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
+    """`t0 x + t1 I` and `t2 x + t3 y + t4 I` for encoded matrices and `terms` [5, n]."""
+    from .. import kernels
+
+    n, _, ld, _ = x.shape
+    first, second = torch.empty_like(x), torch.empty_like(x)
+    kernels.combine[_rows(n, ld)](x, y, terms.contiguous(), first, second, ld, ld * ld, n, BLOCK=_block(ld))
+    return first, second
+
+
+def _block(ld: int) -> int:
+    return min(1024, 1 << (ld - 1).bit_length())
+
+
+def _rows(n: int, ld: int) -> tuple[int, int, int]:
+    return ld, n, -(-ld // _block(ld))
 
 
 def _side(d: int) -> int:

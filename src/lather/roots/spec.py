@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 import torch
 
-from .auto import choose
+from .auto import Choices, choose, chosen
 from .base import RootSolver
 from .eigh import Eigh
 from .higher_order import HigherOrder
@@ -42,8 +43,11 @@ def parse(spec: str | RootSolver) -> RootSolver:
         raise ValueError(f"root={spec!r}: {error}; options of {name}: {known}") from None
 
 
-def resolve(spec: str | RootSolver, d: int, device: torch.device | str, e: float) -> RootSolver:
-    """`parse`, with `"auto"` decided for matrices of size `d` and the exponent `e`."""
+def resolve(spec: str | RootSolver | Choices, d: int, device: torch.device | str, e: float) -> RootSolver:
+    """`parse`, with `"auto"` decided for matrices of size `d` and the exponent `e`: by the rule, or by choices measured."""
+    if isinstance(spec, Mapping):
+        found = chosen(spec, d, device, e)
+        return found.solver if found else choose(d, device, e)
     return choose(d, device, e) if spec == "auto" else parse(spec)
 
 

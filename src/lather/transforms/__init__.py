@@ -1,6 +1,6 @@
 """Methods on stacks of blocks. To add one: a file, and a line in this table."""
 
-from .base import Context, Preconditioner, Stack, State, Transform
+from .base import Context, Due, Preconditioner, Stack, State, Transform
 from .diagonal import GRAFTS, Graft
 from .filter import filter_correction, filter_gradient, init_filter
 from .kronecker import Kronecker
@@ -11,6 +11,7 @@ __all__ = [
     "GRAFTS",
     "PRECONDITIONERS",
     "Context",
+    "Due",
     "Graft",
     "Preconditioner",
     "Stack",

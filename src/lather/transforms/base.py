@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +70,14 @@ class Context:
         return options.exponent(self.group, order)
 
 
+class Due(NamedTuple):
+    """Slots of a stack whose turn it is."""
+
+    state: State
+    slots: Sequence[int]
+    ctx: Context
+
+
 class Transform(ABC):
     """A method on stacks: accumulates statistics on every step, and applies them on every step.
 
@@ -98,8 +106,8 @@ class Preconditioner(Transform):
         """As every transform's; into ``out`` if that is given."""
 
     @abstractmethod
-    def refresh(self, state: State, slots: Sequence[int], ctx: Context, exact: bool = False) -> Tensor:
-        """Recompute what is amortised for some slots; returns ``[len(slots)]``, False where that failed.
+    def refresh(self, due: Sequence[Due], exact: bool = False) -> list[Tensor]:
+        """Recompute what is amortised for some slots of some stacks; returns for each ``[len(slots)]``, False where that failed.
 
         A slot that is not alive sits this out too: it keeps what it has, and that is no failure. ``exact``: by the slowest
         and surest way, for slots that failed before.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from .. import options, roots
 from ..linalg import ema_, from_host, gram, gram_diagonal, mode_product, per_slot, symmetrize
-from .base import Context, Preconditioner, Stack, State
+from .base import Context, Due, Preconditioner, Stack, State
 
 FULL = "full"
+LARGEST = 1 << 25  # elements of factors that are refreshed at a time: what bounds the memory for it
 
 
 @final
@@ -50,29 +51,14 @@ class Kronecker(Preconditioner):
             else:
                 ema_(factor, new, ctx.weight(beta2))
 
-    def refresh(self, state: State, slots: Sequence[int], ctx: Context, exact: bool = False) -> Tensor:
-        order = sum(role.startswith("L") for role in state)
-        e = ctx.exponent(order)
-        index = None if len(slots) == len(ctx.alive) else from_host(slots, ctx.alive)
-        correction = ctx.factor_correction()
-        bc2 = _take(correction, index) if isinstance(correction, Tensor) else correction
-        fresh: State = {}
-        ok = torch.ones(len(slots), dtype=torch.bool, device=ctx.alive.device)
-        for i in range(order):
-            a = _take(state[f"L{i}"], index).to(ctx.alive.dtype)
-            a = a / per_slot(bc2, a)
-            if e == 0:
-                fresh[f"X{i}"] = _identity_like(a)
-            elif a.dim() == 2:
-                ok &= _diagonal_root(i, a, e, ctx, fresh)
-            else:
-                ok &= _root(i, a, e, index, ctx, state, fresh, exact)
-            if fresh[f"X{i}"].dtype != state[f"X{i}"].dtype:  # it must also be finite in what it is kept in
-                ok &= fresh[f"X{i}"].to(state[f"X{i}"].dtype).isfinite().flatten(1).all(1)
-        alive = _take(ctx.alive, index) > 0
-        for role, value in fresh.items():  # a block takes all its new roots or none
-            _put(state[role], index, value, ok & alive)
-        return ok | ~alive
+    def refresh(self, due: Sequence[Due], exact: bool = False) -> list[Tensor]:
+        """Factors of one size are solved together, whatever block they belong to, in batches of bounded size."""
+        done = [
+            (number, ok)
+            for batch in _batches(due)
+            for number, ok in zip(batch, _refresh(batch.values(), exact), strict=True)
+        ]
+        return [torch.cat([ok for i, ok in done if i == number]) for number in range(len(due))]
 
     def ready(self, state: State) -> Tensor:
         """A root is positive definite, so its first diagonal element tells it from the zero it starts as."""
@@ -88,45 +74,135 @@ class Kronecker(Preconditioner):
         return u
 
 
-def _root(
-    i: int, a: Tensor, e: float, index: Tensor | None, ctx: Context, state: State, fresh: State, exact: bool
-) -> Tensor:
-    """Solve for a mode's roots, from the warm start in ``state`` if the solver has one, into ``fresh``."""
-    d = a.shape[-1]
-    solver = roots.resolve(ctx.group["root"], d, a.device, e)
-    roles = solver.init(0, d, a.dtype, a.device)
-    warm = {role: _take(state[f"{role}{i}"], index).to(a.dtype) for role in roles}
-    a = symmetrize(a)
-    ridge = _ridge(a, ctx)
+class _Side:
+    """The factors of one mode of some slots, and what comes of them."""
+
+    def __init__(self, mode: int, job: Due, index: Index) -> None:
+        self.mode, self.job, self.index = mode, job, index
+        self.e = job.ctx.exponent(_order(job.state))
+        correction = job.ctx.factor_correction()
+        bc2 = correction[index] if isinstance(correction, Tensor) else correction
+        a = job.state[f"L{mode}"][index].to(job.ctx.alive.dtype)
+        self.a = a / per_slot(bc2, a)
+        self.fresh: State = {}
+        self.ok = torch.ones(len(a), dtype=torch.bool, device=a.device)
+
+    @property
+    def solver(self) -> roots.RootSolver:
+        return roots.resolve(self.job.ctx.group["root"], self.a.shape[-1], self.a.device, self.e)
+
+    @property
+    def alike(self) -> Any:
+        """What sides that are solved together have in common."""
+        return self.a.shape[1:], self.e, id(self.job.ctx.group)
+
+    def warm(self, role: str) -> Tensor:
+        return self.job.state[f"{role}{self.mode}"][self.index].to(self.a.dtype)
+
+
+Index = slice | Tensor
+
+
+def _order(state: State) -> int:
+    return sum(role.startswith("L") for role in state)
+
+
+def _batches(due: Sequence[Due]) -> Iterator[dict[int, Due]]:
+    """What is due, by its number, in pieces that have at most ``LARGEST`` elements of factors in all; a slot stays whole."""
+    batch: dict[int, Due] = {}
+    room = LARGEST
+    for number, job in enumerate(due):
+        size = sum(job.state[f"L{i}"][0].numel() for i in range(_order(job.state)))
+        slots = list(job.slots)
+        while slots:
+            fit = max(room // size, 0 if batch else 1)
+            if fit:
+                batch[number] = job._replace(slots=slots[:fit])
+                room -= size * len(slots[:fit])
+            slots = slots[fit:]
+            if slots:
+                yield batch
+                batch, room = {}, LARGEST
+    if batch:
+        yield batch
+
+
+def _refresh(batch: Iterable[Due], exact: bool) -> list[Tensor]:
+    jobs = list(batch)
+    indices = [_index(job) for job in jobs]
+    sides = [[_Side(i, job, index) for i in range(_order(job.state))] for job, index in zip(jobs, indices, strict=True)]
+    together: dict[Any, list[_Side]] = {}
+    for side in (side for each in sides for side in each):
+        if side.e == 0:
+            side.fresh["X"] = _identity_like(side.a)
+        elif side.a.dim() == 2:
+            _diagonal_root(side)
+        else:
+            together.setdefault(side.alike, []).append(side)
+    for alike in together.values():
+        _solve(alike, exact)
+    return [_publish(job, index, each) for job, index, each in zip(jobs, indices, sides, strict=True)]
+
+
+def _index(job: Due) -> Index:
+    """The slots: as a slice if they follow each other, which copies nothing."""
+    first, last = job.slots[0], job.slots[-1]
+    if last - first + 1 == len(job.slots):
+        return slice(first, last + 1)
+    return from_host(job.slots, job.ctx.alive)
+
+
+def _solve(sides: Sequence[_Side], exact: bool) -> None:
+    """Roots of factors of one size, from the warm start if the solver has one."""
+    group, e, solver = sides[0].job.ctx.group, sides[0].e, sides[0].solver
+    a = symmetrize(_joined([side.a for side in sides]))
+    roles = solver.init(0, a.shape[-1], a.dtype, a.device)
+    warm = {role: _joined([side.warm(role) for side in sides]) for role in roles}
+    ridge = _ridge(a, group)
     root = roots.rescue(a, e, ridge, warm) if exact else roots.solve(solver, a, e, ridge, warm)
-    fresh |= {f"{role}{i}": value for role, value in warm.items()}
-    fresh[f"X{i}"] = root.value
-    return root.ok
+    sizes = [len(side.a) for side in sides]
+    for role, value in {"X": root.value, **warm}.items():
+        for side, part in zip(sides, torch.split(value, sizes), strict=True):
+            side.fresh[role] = part
+    for side, ok in zip(sides, torch.split(root.ok, sizes), strict=True):
+        side.ok = ok
 
 
-def _ridge(a: Tensor, ctx: Context) -> float | Tensor:
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _publish(job: Due, index: Index, sides: Sequence[_Side]) -> Tensor:
+    """Write the new roots of the slots that are ok and alive; a block takes all its new roots or none."""
+    ok = sides[0].ok
+    for side in sides:
+        kept = job.state[f"X{side.mode}"].dtype
+        ok = ok & side.ok
+        if side.fresh["X"].dtype != kept:  # it must also be finite in what it is kept in
+            ok = ok & side.fresh["X"].to(kept).isfinite().flatten(1).all(1)
+    alive = job.ctx.alive[index] > 0
+    for side in sides:
+        for role, value in side.fresh.items():
+            _put(job.state[f"{role}{side.mode}"], index, value, ok & alive)
+    return ok | ~alive
+
+
+def _ridge(a: Tensor, group: Mapping[str, Any]) -> float | Tensor:
     """``eps``, or under ``damping="relative"`` that times each factor's size: ``[n]``."""
-    eps: float = ctx.group["eps"]
-    return roots.relative_ridge(a, eps) if ctx.group["damping"] == "relative" else eps
+    eps: float = group["eps"]
+    return roots.relative_ridge(a, eps) if group["damping"] == "relative" else eps
 
 
 def _identity_like(a: Tensor) -> Tensor:
     return torch.ones_like(a) if a.dim() == 2 else torch.diag_embed(torch.ones_like(a[..., 0]))
 
 
-def _diagonal_root(i: int, a: Tensor, e: float, ctx: Context, fresh: State) -> Tensor:
-    fresh[f"X{i}"] = roots.power(a.double() + per_slot(_ridge(a, ctx), a), -e).to(a.dtype)
-    return fresh[f"X{i}"].isfinite().all(1)
+def _diagonal_root(side: _Side) -> None:
+    ridge = per_slot(_ridge(side.a, side.job.ctx.group), side.a)
+    side.fresh["X"] = roots.power(side.a.double() + ridge, -side.e).to(side.a.dtype)
+    side.ok = side.fresh["X"].isfinite().all(1)
 
 
-def _take(x: Tensor, index: Tensor | None) -> Tensor:
-    return x if index is None else x[index]
-
-
-def _put(target: Tensor, index: Tensor | None, value: Tensor, ok: Tensor) -> None:
+def _put(target: Tensor, index: Index, value: Tensor, ok: Tensor) -> None:
     """Write the slots that are ok; the others keep what they have."""
-    kept = torch.where(per_slot(ok, value), value.to(target.dtype), _take(target, index))
-    if index is None:
-        target.copy_(kept)
-    else:
-        target[index] = kept
+    target[index] = torch.where(per_slot(ok, value), value.to(target.dtype), target[index])

@@ -1,0 +1,254 @@
+"""Which banks go through kernels together, and the tables in which kernels look up where everything is."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import options
+from .bank import Bank
+from .blocks import Block
+from .linalg import from_host
+from .plan import BankKey
+from .transforms import State
+
+BLOCK = 4096  # elements of a tile
+REDUCE = 128  # tiles of a slot that are added up at a time
+SIDE, DEPTH = 128, 64  # tiles of a product, and how much of the sum they take at a time
+LARGEST = 1 << 26  # elements of a fleet, unless one block has more; its buffers are as large
+
+Group = Mapping[str, Any]
+
+
+@lru_cache
+def available() -> bool:
+    """Whether there is a compiler for the kernels."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def suits(device: str, dtype: str, group: Group) -> bool:
+    """Whether the kernels cover parameters of this dtype with these options; the others go bank by bank."""
+    filtered = group["beta3"] is None or group["beta3"] == group["betas"][0]
+    single = options.state_dtype(group) == torch.float32 and dtype in ("float32", "bfloat16", "float16")
+    return torch.device(device).type == "cuda" and filtered and single and available()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a block lies in a tensor: elements from its start, and up to three sizes and strides, outermost first."""
+
+    base: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def place(start: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> Place | None:
+    """A box of a strided tensor in as few dimensions as can be; None if that is more than three.
+
+    >>> place((4, 0), (2, 8), strides=(8, 1))
+    Place(base=32, sizes=(16,), strides=(1,))
+    """
+    sizes: list[int] = []
+    steps: list[int] = []
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if sizes and steps[-1] == size * stride:
+            sizes[-1], steps[-1] = sizes[-1] * size, stride
+        else:
+            sizes.append(size)
+            steps.append(stride)
+    base = sum(a * b for a, b in zip(start, strides, strict=True))
+    return Place(base, tuple(sizes) or (1,), tuple(steps) or (1,)) if len(sizes) <= 3 else None
+
+
+@dataclass(frozen=True)
+class Share:
+    """Slots ``start`` to ``stop`` of a bank."""
+
+    key: BankKey
+    start: int
+    stop: int
+
+    @property
+    def n(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.key.shape
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def padded(self) -> int:
+        """Elements of flat buffers that it takes, so that the next share is aligned."""
+        return -(-self.n * self.numel // 16) * 16
+
+    @property
+    def two_sided(self) -> bool:
+        """Matrices with two full factors, as nearly all are."""
+        return self.key.modes == ("full", "full")
+
+    @property
+    def half_shape(self) -> tuple[int, int]:
+        """Rows and columns that a matrix takes in halves: products read whole tiles."""
+        rows, columns = (-(-d // DEPTH) * DEPTH for d in self.shape)
+        return rows, columns
+
+    @property
+    def half_numel(self) -> int:
+        return self.n * math.prod(self.half_shape) if self.two_sided else 0
+
+
+def divide(banks: Iterable[tuple[BankKey, int]], groups: Sequence[Group], cut: bool) -> list[list[Share]]:
+    """Fleets for banks of so many slots: those that the kernels cover, by param group and dtype, of bounded size.
+
+    ``cut``: a bank may be divided.
+    """
+    done: list[list[Share]] = []
+    open_: dict[Any, list[Share]] = {}
+    for key, n in banks:
+        if not suits(key.device, key.dtype, groups[key.group]):
+            continue
+        alike, most = (key.group, key.device, key.dtype, key.method == "adagrad"), n
+        if cut:
+            most = max(1, LARGEST // math.prod(key.shape))
+        for start in range(0, n, most):
+            share = Share(key, start, min(start + most, n))
+            if alike in open_ and sum(s.padded for s in open_[alike]) + share.padded > LARGEST:
+                done.append(open_.pop(alike))
+            open_.setdefault(alike, []).append(share)
+    return [*done, *open_.values()]
+
+
+def scratch(shares: Sequence[Share], group: Group) -> dict[str, tuple[torch.dtype, int]]:
+    """Buffers of a fleet, by role: directions, gradients that are needed as they are, and gradients in halves."""
+    flat = sum(share.padded for share in shares)
+    needs = {"flat": (torch.float32, flat), "halves": (torch.float16, 2 * plane_of(shares))}
+    return needs | ({"plain": (torch.float32, flat)} if keeps_plain(shares, group) else {})
+
+
+def keeps_plain(shares: Iterable[Share], group: Group) -> bool:
+    """Without a filter nothing else remembers gradients; and products of three or more modes go through torch."""
+    return group["betas"][0] == 0 or any(share.key.modes and not share.two_sided for share in shares)
+
+
+def plane_of(shares: Sequence[Share]) -> int:
+    """Elements of the high halves; the low ones follow. Tiles of products may read past the last row."""
+    widest = max((share.half_shape[1] for share in shares if share.two_sided), default=0)
+    return sum(share.half_numel for share in shares) + SIDE * widest
+
+
+@dataclass(frozen=True)
+class Part(Share):
+    """A share with its bank, and where its blocks lie: in which of a list of tensors, and where there."""
+
+    bank: Bank
+    tensors: Sequence[int]
+    places: Sequence[Place]
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        return self.bank.blocks[self.start : self.stop]
+
+    @cached_property
+    def numbers(self) -> Sequence[int]:
+        return self.bank.numbers[self.start : self.stop]
+
+    @cached_property
+    def state(self) -> State:
+        return {role: tensor[self.start : self.stop] for role, tensor in self.bank.state.items()}
+
+
+class Tables:
+    """What kernels look up on the device: where everything is. Made once; see :mod:`lather.kernels` for the columns.
+
+    ``halves`` is the buffer for gradients in halves. ``jobs`` are the tiles of all factors, ``slots`` say which tiles are a
+    slot's, ``partial`` and ``own`` hold sums over tiles, ``skipped`` where a slot's gradients that are not finite are counted.
+    """
+
+    def __init__(self, parts: Sequence[Part], halves: Tensor) -> None:
+        device = halves.device
+        lines, aligned = _slot_rows(parts, halves)
+        order = sorted(range(len(lines)), key=lambda slot: not aligned[slot])  # stable: aligned slots come first
+        table = torch.tensor([lines[slot] for slot in order], dtype=torch.int64, device="cpu")
+        counts = -(-table[:, 3] // BLOCK)
+        firsts = counts.cumsum(0) - counts
+        tiles = table.repeat_interleave(counts, 0)
+        tiles[:, 2] = BLOCK * (torch.arange(len(tiles), device="cpu") - firsts.repeat_interleave(counts))
+        slots = torch.empty(2, len(lines), dtype=torch.int64, device="cpu")
+        slots[:, order] = torch.stack([firsts, counts])
+        skipped = [part.bank.counts[0, i].data_ptr() for part in parts for i in range(part.start, part.stop)]
+        self.slots, self.skipped = slots.to(device), from_host(skipped, halves, torch.int64)
+        self.partial, self.own = torch.zeros(2, len(tiles), device=device).unbind()
+        split, tiles = int(counts[: sum(aligned)].sum()), tiles.to(device)
+        self._ranges = [
+            (tiles[a:b], {"partial": self.partial[a:b], "own": self.own[a:b]}, whole)
+            for a, b, whole in ((0, split, True), (split, len(tiles), False))
+            if b > a
+        ]
+        kinds = [(by_rows, even) for by_rows in (True, False) for even in (True, False)]
+        found = [(_jobs(parts, halves, rows, even), rows, even) for rows, even in kinds]
+        self.jobs = [(torch.tensor(jobs, device="cpu").to(device), rows, even) for jobs, rows, even in found if jobs]
+
+    def launch(self, kernel: Any, partial: str | None, arguments: Mapping[str, Any]) -> None:
+        """Over all tiles: those of aligned slots, and the others. ``partial`` names where sums over tiles go."""
+        for tiles, sums, aligned in self._ranges:
+            more = {} if partial is None else {"partial": sums[partial]}
+            kernel[tiles.shape[0],](tiles=tiles, **more, **arguments, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8)
+
+
+def _slot_rows(parts: Sequence[Part], halves: Tensor) -> tuple[list[list[int]], list[bool]]:
+    """A row for every slot, in the columns of the kernels' tables, and whether the slot can be read in whole vectors."""
+    rows: list[list[int]] = []
+    aligned = []
+    flats, half_starts = starts(part.padded for part in parts), starts(part.half_numel for part in parts)
+    for part, flat, half in zip(parts, flats, half_starts, strict=False):
+        m, v = (part.state[role].data_ptr() if role in part.state else 0 for role in ("m", "v"))
+        cols, ld = (part.shape[1], part.half_shape[1]) if part.two_sided else (1, 1)
+        for i, (tensor, at) in enumerate(zip(part.tensors, part.places, strict=True)):
+            fill = 3 - len(at.sizes)
+            sizes, strides = (1,) * fill + at.sizes, (0,) * fill + at.strides
+            begin = i * part.numel
+            address = halves.data_ptr() + 2 * (half + i * math.prod(part.half_shape)) if part.two_sided else 0
+            where = (tensor, 0, part.numel, at.base, sizes[1], sizes[2], *strides)
+            state = (m and m + 4 * begin, v and v + 4 * begin)
+            rows.append([len(rows), *where, flat + begin, *state, address, cols, ld])
+            whole = at.sizes == (part.numel,) and at.strides == (1,)
+            aligned.append(whole and at.base % 8 == 0 and part.numel % 8 == 0)
+    return rows, aligned
+
+
+def _jobs(parts: Sequence[Part], halves: Tensor, by_rows: bool, even: bool) -> list[list[int]]:
+    """Tiles of the lower triangles of all factors of one side, ``even``: whose rows are aligned."""
+    found = []
+    firsts, half_starts = starts(part.n for part in parts), starts(part.half_numel for part in parts)
+    for part, first, half in zip(parts, firsts, half_starts, strict=False):
+        if part.two_sided:
+            rows, ld = part.half_shape
+            factor = part.state["L0" if by_rows else "L1"]
+            side, depth = (part.shape[0], ld) if by_rows else (part.shape[1], rows)
+            if (side % 16 == 0) != even:
+                continue
+            tiles = [(i, j) for i in range(-(-side // SIDE)) for j in range(i + 1)]
+            for slot in range(part.n):
+                source = halves.data_ptr() + 2 * (half + slot * rows * ld)
+                target = factor.data_ptr() + 4 * slot * side * side
+                found += [[first + slot, source, ld, depth, target, side, i, j] for i, j in tiles]
+    return found
+
+
+def starts(sizes: Iterable[int]) -> list[int]:
+    """Running totals, from 0 to the total."""
+    return list(accumulate(sizes, initial=0))
