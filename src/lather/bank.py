@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import options
 from .blocks import Block
-from .linalg import from_host, norms, per_slot, rescale
+from .linalg import from_host, norms, per_slot, positions, rescale
 from .plan import BankKey
 from .schedule import is_due
 from .transforms import (
@@ -153,6 +153,10 @@ class Refresh:
     failed: Tensor
     failing: Collection[int]
 
+    @property
+    def due(self) -> Due:
+        return Due(self.state, self.slots, self.ctx)
+
 
 def refresh(method: Preconditioner, due: Sequence[Refresh]) -> None:
     """Refresh all that is due, a few of the slots that failed the last time by eigh, and count failures in a row."""
@@ -161,7 +165,7 @@ def refresh(method: Preconditioner, due: Sequence[Refresh]) -> None:
     for parts, exact in ((easy, False), (hard, True)):
         jobs = [(job, Due(job.state, slots, job.ctx)) for job, slots in zip(due, parts, strict=True) if slots]
         for (job, part), ok in zip(jobs, method.refresh([part for _, part in jobs], exact), strict=True):
-            index = from_host(part.slots, ok)
+            index = positions(tuple(part.slots), ok.device)
             job.failed[index] = torch.where(ok, 0, job.failed[index] + 1)
 
 

@@ -9,8 +9,8 @@ step to step lies in buffers on the device, so that the launches, always the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,7 +23,13 @@ from .linalg import from_host
 from .tables import DEPTH, REDUCE, SIDE, Group, Part, Tables, keeps_plain, plane_of, starts
 from .transforms import Context, filter_correction
 
-NUMBERS = 16  # places for numbers of a step; kernels.NAMES says which
+# Numbers of a step that may change without a new kernel or graph, as kernels know them.
+NAMES = (
+    "sign", "coupled", "take1", "keep2", "take2", "first", "second", "eps", "keep", "take", "lr", "decay", "momentum",
+    "damp", "bc2",
+)  # fmt: skip
+
+BRANCHES = 8  # of a graph, at most
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,8 @@ class Fleet:
         bank = parts[0].bank
         self.parts, self.raw, self.lands, self.key, self.device = tuple(parts), raw, lands, bank.key, bank.stack.device
         self.params = tuple(block.param for part in parts for block in part.blocks)
-        self.n = len(self.params)
+        self.n, self.members = len(self.params), tuple(dict.fromkeys(self.params))
+        self._bound: tuple[Any, list[Tensor], list[Tensor]] | None = None
         self.firsts = starts(part.n for part in parts)  # number of each part's first slot
         self.starts = starts(part.padded for part in parts)  # of each part in flat buffers
         self._plane = plane_of(parts)
@@ -79,22 +86,44 @@ class Fleet:
         self._buffers = Buffers(self.n, 1 + max(i for part in parts for i in part.tensors), self.device)
         self._seen: Any = None  # what `ready` was made from
 
+    def bind(
+        self, grads: Mapping[int, Tensor], params: Mapping[int, Tensor], momenta: Mapping[int, Tensor]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Gradients, parameters and momenta in the order of places; the same lists for the same mapping of parameters.
+
+        Gradients come with the strides of their parameters, of one dtype, aligned; something to point at where there is none.
+        """
+        if self._bound is None or self._bound[0] is not params:
+            mine, memory = [params[i] for i in self.members], [momenta[i] for i in self.members if i in momenta]
+            self._bound = params, mine, memory
+        _, mine, memory = self._bound
+        dtype = next(grads[i].dtype for i in self.members if i in grads)
+        found = []
+        for i, param in zip(self.members, mine, strict=True):
+            grad = grads.get(i)
+            if grad is None:
+                grad = param if param.dtype.itemsize >= dtype.itemsize else torch.empty_like(param, dtype=dtype)
+            elif grad.dtype is not dtype or grad.stride() != param.stride() or grad.data_ptr() % 16:
+                grad = torch.empty_like(param, dtype=dtype).copy_(grad)
+            found.append(grad)
+        return found, mine, memory
+
     def update(self, call: Call) -> Tensor | None:
         """As :meth:`Bank.update`, for all parts: takes in gradients, and moves the parameters or returns directions."""
         if self._tables is None:
             self._tables = Tables(self.parts, call.scratch["halves"])
         tables, ctx = self._tables, Context(call.group, call.steps, self._buffers.alive)
         kind = self._load(call, ctx)
-        contexts = self._contexts(call, ctx)
+        contexts = self._contexts(call)
         self._replay(("in", kind), lambda: self._take_in(kind, tables, call, contexts))
-        self._refresh(call, ctx, contexts)
-        go = self._bring_up_to_date(call, ctx, contexts)
+        self._refresh(kind, call, contexts)
+        go = self._bring_up_to_date(call, contexts)
         return self._replay(("out", kind, go), lambda: self._give_out(kind, tables, call, contexts, go))
 
     def _replay(self, key: Hashable, launch: Callable[[], Tensor | None]) -> Tensor | None:
         return launch() if self._graphs is None else self._graphs.run((id(self), key), launch)
 
-    def _contexts(self, call: Call, ctx: Context) -> list[Context]:
+    def _contexts(self, call: Call) -> list[Context]:
         """The context of every part."""
         alive = self._buffers.alive_of(self.firsts)
         return [
@@ -118,7 +147,7 @@ class Fleet:
             buffers.correct(first, second)
         numbers, tensors = self._numbers(group)
         if not isinstance(first, Tensor) and not isinstance(second, Tensor):
-            numbers |= {"first": first, "second": second}
+            numbers |= {"first": first, "second": second, "bc2": float(ctx.factor_correction())}
         buffers.load(numbers, tensors, call)
         return Kind(
             filtered=group["betas"][0] > 0,
@@ -179,10 +208,12 @@ class Fleet:
                 jobs, b.alive, b.scale, self._plane, b.numbers,
                 HALVES=kind.halves, ROWS=rows, EVEN=even, SIDE=SIDE, DEPTH=DEPTH, num_warps=8, num_stages=3,
             )  # fmt: skip
+        works = []
         for i, (part, ctx) in enumerate(zip(self.parts, contexts, strict=True)):
             method = preconditioner_of(part.key, call.group)
             if method and not part.two_sided:
-                method.accumulate(part.state, self.stack(call.scratch["plain"], i), ctx)
+                works.append(partial(method.accumulate, part.state, self.stack(call.scratch["plain"], i), ctx))
+        side_by_side(works)
 
     def _give_out(
         self, kind: Kind, tables: Tables, call: Call, contexts: Sequence[Context], go: Sequence[bool]
@@ -191,11 +222,13 @@ class Fleet:
         from . import kernels
 
         b, flat, plain = self._buffers, call.scratch["flat"], call.scratch.get("plain")
+        works = []
         for i, (part, ctx) in enumerate(zip(self.parts, contexts, strict=True)):
             method = preconditioner_of(part.key, call.group)
             if method and go[i]:
                 u = part.state["m"] if kind.filtered else self.stack(call.scratch["plain"], i)
-                method.apply(part.state, u, ctx, self.stack(flat, i))
+                works.append(partial(method.apply, part.state, u, ctx, self.stack(flat, i)))
+        side_by_side(works)
         if any(go):
             tables.launch(kernels.size_of_directions, "partial", {"flat": flat})
         kernels.choose[self.n,](
@@ -218,21 +251,32 @@ class Fleet:
 
     # Roots.
 
-    def _refresh(self, call: Call, ctx: Context, contexts: Sequence[Context]) -> None:
+    def _refresh(self, kind: Kind, call: Call, contexts: Sequence[Context]) -> None:
         """Refresh what is due, in all parts at once."""
-        due, method = [], None
-        for part, first, mine in zip(self.parts, self.firsts, contexts, strict=False):
-            if not part.key.modes:
-                continue
-            if slots := due_slots(part.numbers, mine, call.active[first : first + part.n], call.offsets):
-                method = preconditioner_of(part.key, call.group)
-                failing = [slot - part.start for slot in part.bank.failing]
-                due.append(Refresh(part.state, slots, mine, part.bank.counts[1, part.start : part.stop], failing))
-                part.bank.refreshed()
-        if method:
-            refresh(method, due)
+        due: list[tuple[int, list[int]]] = []
+        for i, (part, first, ctx) in enumerate(zip(self.parts, self.firsts, contexts, strict=False)):
+            if part.key.modes:
+                slots = due_slots(part.numbers, ctx, call.active[first : first + part.n], call.offsets)
+                due += [(i, slots)] if slots else []
+        if not due:
+            return
+        jobs = []
+        for i, slots in due:
+            part, ctx = self.parts[i], contexts[i]
+            ctx = replace(ctx, bc2=self._buffers.bc2) if kind.uniform else ctx
+            failing = [slot - part.start for slot in part.bank.failing]
+            jobs.append(Refresh(part.state, slots, ctx, part.bank.counts[1, part.start : part.stop], failing))
+            part.bank.refreshed()
+        method = preconditioner_of(self.parts[due[0][0]].key, call.group)
+        assert method is not None
+        if kind.uniform and not any(job.failing for job in jobs) and method.is_capturable([job.due for job in jobs]):
+            options = tuple(call.group[name] for name in ("eps", "damping", "exponent", "exponent_multiplier"))
+            key = ("refresh", tuple((i, tuple(slots)) for i, slots in due), options, str(call.group["root"]))
+            self._replay(key, lambda: refresh(method, jobs))
+        else:
+            refresh(method, jobs)
 
-    def _bring_up_to_date(self, call: Call, ctx: Context, contexts: Sequence[Context]) -> tuple[bool, ...]:
+    def _bring_up_to_date(self, call: Call, contexts: Sequence[Context]) -> tuple[bool, ...]:
         """Which parts are preconditioned; and ``ready``, where that has changed."""
         started = [
             started_slots(mine) if part.key.modes else [] for part, mine in zip(self.parts, contexts, strict=True)
@@ -252,9 +296,10 @@ class Buffers:
 
     def __init__(self, n: int, tensors: int, device: torch.device) -> None:
         self._size = tensors
-        self._words = torch.zeros(NUMBERS + 3 * tensors, dtype=torch.int64, device=device)
-        self.numbers = self._words[:NUMBERS].view(torch.float64)
-        self.sources, self.weights, self.momenta = self._words[NUMBERS:].view(3, tensors).unbind()
+        self._words = torch.zeros(len(NAMES) + 3 * tensors, dtype=torch.int64, device=device)
+        self.numbers = self._words[: len(NAMES)].view(torch.float64)
+        self.bc2 = self.numbers[NAMES.index("bc2")]
+        self.sources, self.weights, self.momenta = self._words[len(NAMES) :].view(3, tensors).unbind()
         self.alive, self.scale, self.gain = torch.ones(3, n, device=device).unbind()
         self.corrections = torch.ones(2, n, device=device)
         self.active, self.ready = (
@@ -263,18 +308,17 @@ class Buffers:
         )
         self._all_active = True
         self._parts: list[Tensor] | None = None
+        self._params: Sequence[Tensor] | None = None  # whose addresses are there
 
     def load(self, numbers: Mapping[str, float], tensors: Mapping[str, Tensor], call: Call) -> None:
-        from .kernels import NAMES
-
         values = torch.tensor([numbers.get(name, 0.0) for name in NAMES], dtype=torch.float64, device="cpu")
         addresses = [tensor.data_ptr() for tensor in call.sources]
-        for more in (call.params, call.momenta):
-            addresses += [tensor.data_ptr() for tensor in more] if more else [0] * self._size
-        words = torch.empty(len(self._words), dtype=torch.int64, device="cpu")
-        words[: len(NAMES)] = values.view(torch.int64)
-        words[NUMBERS:] = torch.tensor(addresses, device="cpu")
-        self._words.copy_(words, non_blocking=True)
+        if call.params is not self._params:  # which seldom move
+            for more in (call.params, call.momenta):
+                addresses += [tensor.data_ptr() for tensor in more] if more else [0] * self._size
+            self._params = call.params
+        words = torch.cat([values.view(torch.int64), torch.tensor(addresses, device="cpu")])
+        self._words[: len(words)].copy_(words, non_blocking=True)
         for name, value in tensors.items():
             self.numbers[NAMES.index(name)] = value
         if not (self._all_active and all(call.active)):
@@ -293,12 +337,12 @@ class Buffers:
 
 
 class Graphs:
-    """CUDA graphs by key. What is launched the third time under the same key is captured, then and later replayed."""
+    """CUDA graphs by key. What is launched the second time under the same key is captured, then and later replayed."""
 
-    MOST = 32  # keys; beyond that, something changes on every step
+    MOST = 128  # keys; beyond that, something changes on every step
 
     def __init__(self) -> None:
-        self._calls: dict[Hashable, int] = {}
+        self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, tuple[Any, Tensor | None]] = {}
         self._pool: Any = None
 
@@ -307,16 +351,43 @@ class Graphs:
             graph, out = self._graphs[key]
             graph.replay()
             return out
-        self._calls[key] = self._calls.get(key, 0) + 1
-        if self._calls[key] < 3 or len(self._calls) > self.MOST or torch.cuda.is_current_stream_capturing():
+        if key not in self._seen or len(self._seen) > self.MOST or torch.cuda.is_current_stream_capturing():
+            self._seen.add(key)
             return launch()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = launch()
-        self._graphs[key] = graph, out
+        graph, out = self._graphs[key] = self._capture(launch)
         graph.replay()
         return out
+
+    def _capture(self, launch: Callable[[], Tensor | None]) -> tuple[Any, Tensor | None]:
+        """Not by ``torch.cuda.graph``, which collects garbage and empties the cache of memory first."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                out = launch()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph, out
+
+
+def side_by_side(works: Sequence[Callable[[], object]]) -> None:
+    """Do independent things; in a graph, as branches that a device can run at the same time."""
+    if not works or not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        for work in works:
+            work()
+        return
+    main, streams = torch.cuda.current_stream(), [torch.cuda.Stream() for _ in works[:BRANCHES]]  # type: ignore[no-untyped-call]
+    for i, work in enumerate(works):
+        stream = streams[i % BRANCHES]
+        if i < BRANCHES:
+            stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            work()
+    for stream in streams:
+        main.wait_stream(stream)
 
 
 def exact_products() -> bool:
@@ -333,16 +404,3 @@ def _types() -> dict[torch.dtype, Any]:
 
 def _type(dtype: torch.dtype) -> Any:
     return _types()[dtype]
-
-
-def alike(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients with the strides of their parameters, of one dtype, aligned; something to point at where there is none."""
-    dtype = next(grad.dtype for grad in grads if grad is not None)
-    found = []
-    for grad, param in zip(grads, params, strict=True):
-        if grad is None:
-            grad = param if param.dtype.itemsize >= dtype.itemsize else torch.empty_like(param, dtype=dtype)
-        elif grad.dtype != dtype or grad.stride() != param.stride() or grad.data_ptr() % 16:
-            grad = torch.empty_like(param, dtype=dtype).copy_(grad)
-        found.append(grad)
-    return found

@@ -14,23 +14,7 @@ import triton.language as tl
 
 (SLOT, TENSOR, START, NUMEL, BASE, N1, N2, S0, S1, S2, FLAT, M, V, HALF, COLS, LD) = map(tl.constexpr, range(16))
 WIDTH = tl.constexpr(16)
-# Numbers of a step that may change without a new kernel or graph; float64, in this order.
-NAMES = (
-    "sign",
-    "coupled",
-    "take1",
-    "keep2",
-    "take2",
-    "first",
-    "second",
-    "eps",
-    "keep",
-    "take",
-    "lr",
-    "decay",
-    "momentum",
-    "damp",
-)
+# Numbers of a step: float64, in the order of lather.fleet.NAMES.
 (SIGN, L2, TAKE1, KEEP2, TAKE2, FIRST, SECOND_, EPS, KEEP, TAKE, LR, DECAY, MOMENTUM_, DAMP) = map(
     tl.constexpr, range(14)
 )

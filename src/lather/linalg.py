@@ -7,6 +7,7 @@ that hold different stacks rely on it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import cast, overload
 
 import torch
@@ -25,6 +26,12 @@ def per_slot(x: float | Tensor, like: Tensor) -> float | Tensor:
 def from_host(values: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A vector of host values beside ``like``, without making the host wait; the default device has no say in it."""
     return torch.tensor(values, dtype=dtype, device="cpu").to(like.device, non_blocking=True)
+
+
+@lru_cache(maxsize=4096)
+def positions(slots: tuple[int, ...], device: torch.device) -> Tensor:
+    """An index on the device, which is there from the second time on: CUDA graphs cannot copy from the host."""
+    return torch.tensor(slots, device="cpu").to(device, non_blocking=True)
 
 
 def unfold(x: Tensor, mode: int) -> Tensor:

@@ -38,6 +38,8 @@ class Shampoo(torch.optim.Optimizer):
     >>> opt.step()
     """
 
+    _kept: tuple[dict[int, Tensor], dict[int, Tensor]] | None
+
     def __init__(
         self,
         params: Any,
@@ -149,10 +151,15 @@ class Shampoo(torch.optim.Optimizer):
         return loss
 
     def _make_step(self, grads: Mapping[int, Tensor]) -> Step:
-        params = {i: local(p) if d else p for i, (p, d) in enumerate(zip(self._params, self._sharded, strict=True))}
-        momenta = {i: local(views["momentum"]) for i, views in enumerate(self._views) if "momentum" in views}
+        if self._kept is None:
+            self._kept = (
+                {i: local(p) for i, p in enumerate(self._params)},
+                {i: local(views["momentum"]) for i, views in enumerate(self._views) if "momentum" in views},
+            )
+        first = self._steps[0] if self._steps else 0
+        even = first if len(grads) == len(self._steps) == self._steps.count(first) else None
         groups = [with_choices(group, self._choices) for group in self.param_groups]
-        return Step(grads, params, momenta, self._steps, self._offsets, groups)
+        return Step(grads, *self._kept, self._steps, even, self._offsets, groups)
 
     def _offsets(self, key: BankKey) -> Mapping[int, int] | None:
         staggered = self.param_groups[key.group]["refresh"] == "staggered" and key.modes
@@ -245,6 +252,7 @@ class Shampoo(torch.optim.Optimizer):
     def _reset(self) -> None:
         self._signature: Any = None
         self._glanced: Any = None
+        self._kept = None  # what this rank stores, and its momenta
         self._sharded: list[bool] = []  # whether parameters are DTensors
         self._seen: dict[int, dict[str, Any]] = {}  # options that have been checked, by group
         self._views: list[dict[str, Tensor]] = []  # what was published in self.state
@@ -347,6 +355,7 @@ class Shampoo(torch.optim.Optimizer):
             check_values(group, self._seen.setdefault(number, {}))
         if (glance := self._glance()) is not None and glance == self._glanced:
             return
+        self._kept = None
         trainable = self._trainable()
         if self._sign(trainable) == self._signature:
             self._glanced = glance

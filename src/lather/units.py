@@ -14,7 +14,7 @@ from torch import Tensor
 from . import exchange
 from .bank import Bank, initial_state
 from .exchange import Comm, Mail, Wire, itemsize
-from .fleet import Call, Fleet, Graphs, alike
+from .fleet import Call, Fleet, Graphs
 from .layout import local
 from .options import compute_dtype, wire_dtype
 from .plan import BankKey, Plan, Route
@@ -36,6 +36,7 @@ class Step:
     params: Mapping[int, Tensor]
     momenta: Mapping[int, Tensor]
     counts: Sequence[int]  # the step of every parameter
+    even: int | None  # the step of all of them, if they all have a gradient and are at the same
     offsets: Callable[[BankKey], Mapping[int, int] | None]
     groups: Sequence[Group]
 
@@ -105,7 +106,7 @@ class Unit:
 
     def _compute_together(self, fleet: Fleet, received: Tensor | None, step: Step) -> None:
         numbers = [self.banks.index(part.bank) for part in fleet.parts]
-        active = [i in step.grads for i in fleet.params]
+        active = [True] * fleet.n if step.even else [i in step.grads for i in fleet.params]
         directions = None
         if any(active):
             directions = fleet.update(self._call(fleet, numbers, active, received, step))
@@ -121,7 +122,8 @@ class Unit:
     def _call(
         self, fleet: Fleet, numbers: Sequence[int], active: Sequence[bool], received: Tensor | None, step: Step
     ) -> Call:
-        group, steps = step.groups[fleet.key.group], [max(step.counts[i], 1) for i in fleet.params]
+        group = step.groups[fleet.key.group]
+        steps = [step.even] * fleet.n if step.even else [max(step.counts[i], 1) for i in fleet.params]
         scratch = {
             role: self.arena.take((role, fleet.key.device, dtype), numel)
             for role, (dtype, numel) in fleet_scratch(fleet.parts, group).items()
@@ -129,10 +131,7 @@ class Unit:
         offsets = next((step.offsets(part.key) for part in fleet.parts if part.key.modes), None)
         if not fleet.raw:
             return Call(group, steps, active, offsets, scratch, [self._gradients(i, received, step) for i in numbers])
-        members = dict.fromkeys(fleet.params)
-        params, momenta = [step.params[i] for i in members], [step.momenta[i] for i in members if i in step.momenta]
-        grads = alike([step.grads.get(i) for i in members], params)
-        return Call(group, steps, active, offsets, scratch, grads, params, momenta)
+        return Call(group, steps, active, offsets, scratch, *fleet.bind(step.grads, step.params, step.momenta))
 
     def _gradients(self, i: int, received: Tensor | None, step: Step) -> Tensor:
         stack = self.stacks[i]

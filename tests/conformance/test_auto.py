@@ -99,7 +99,7 @@ def test_noise_does_not_decide(clock, monkeypatch, ms, solver):
     assert choose().solver == solver
 
 
-@pytest.mark.parametrize(("d", "e"), [(31, 0.25), (64, 0.455)])
+@pytest.mark.parametrize(("d", "e"), [(31, 0.455), (64, 0.455)])
 def test_where_only_eigh_is_able_its_cost_is_measured(clock, d, e):
     assert choose(d, e) == auto.Choice(Eigh(), {"eigh": 64.0})
 
@@ -156,7 +156,7 @@ def test_all_candidates_work_on_the_synthetic_stack(d, e):
     before = torch.get_rng_state()
     a = auto._synthetic(auto.Task(d, e, 2), CPU)
     assert torch.equal(torch.get_rng_state(), before) and a.shape == (2, d, d) and torch.equal(a, a.mT)
-    for solver in auto.candidates(d, e):
+    for solver in auto.candidates(e):
         assert solver.init(1, d, a.dtype, CPU) == {}, "its state would be in checkpoints"
         assert solver(a, e, 1e-12, {}).ok.all()
 
@@ -199,7 +199,7 @@ def test_roots_are_computed_by_the_choice(clock, monkeypatch):
     used = solvers_used(monkeypatch)
     clock.times["eigh", 40] = 0.1
     train()
-    assert used == {("eigh", 40), ("minimax", 36), ("eigh", 8)}
+    assert used == {("eigh", 40), ("minimax", 36), ("minimax", 8)}
 
 
 def test_a_solver_that_is_named_overrides(clock, monkeypatch):
@@ -223,7 +223,7 @@ def test_param_groups_stay_plain(clock):
 def test_measured_before_the_first_refresh_and_not_again(clock):
     opt = train(steps=1)
     asked = len(clock.asked)
-    assert asked == 5  # two for 40 and 36 each, one for 8
+    assert asked == 6  # two for each of 40, 36 and 8
     for _ in range(4):
         opt.step()
     opt.load_state_dict(opt.state_dict())
@@ -264,7 +264,7 @@ def test_the_report_shows_what_was_measured(clock):
     report = train().plan()
     assert report.banks[0].solvers == ("newton", "minimax")
     assert "newton 8 ms (minimax fails, eigh 64), minimax 1 ms (eigh 64)" in str(report)
-    assert "eigh 64 ms, minimax 1 ms (eigh 64)" in str(report)
+    assert "minimax 1 ms (eigh 64)  " in str(report)
     data = json.loads(json.dumps(report.to_dict()["banks"][0]))
     assert data["milliseconds"] == [{"minimax": None, "newton": 8.0, "eigh": 64.0}, {"minimax": 1.0, "eigh": 64.0}]
 

@@ -30,7 +30,7 @@ from .newton import Newton
 from .numerics import full_precision
 from .products import splits
 
-SMALLEST = 32  # below it eigh
+SMALLEST = 32  # below it eigh is a last resort: it would often win, and make the host wait for every refresh
 NUMEL = 1 << 23  # elements of a stack that is measured, enough to keep a device busy
 BUDGET = 30.0  # milliseconds; a candidate that is slow is measured on fewer matrices
 REPEATS = 3
@@ -70,14 +70,14 @@ NO_CHOICES: Choices = {}
 _measured: dict[tuple[str, Task], dict[str, float]] = {}
 
 
-def choose(d: int, device: torch.device | str, e: float) -> RootSolver:
-    """The solver for roots of exponent `e` of matrices of size `d` on `device`, as far as a rule can tell.
+def choose(device: torch.device | str, e: float) -> RootSolver:
+    """The solver for roots of exponent `e` on `device`, as far as a rule can tell.
 
     On CUDA eigh takes its matrices one by one; solvers made of products do not: `minimax`, whose products need a compiler
     for its kernels, or `newton`. Everywhere else eigh. How many matrices there are is left out on purpose: it differs
     between ranks.
     """
-    if torch.device(device).type != "cuda" or d < SMALLEST or not supports(e):
+    if torch.device(device).type != "cuda" or not supports(e):
         return Eigh()
     return Minimax() if splits() else Newton()
 
@@ -87,9 +87,9 @@ def chosen(choices: Choices, d: int, device: torch.device | str, e: float) -> Ch
     return choices.get((d, e)) if _is_measurable(torch.device(device)) else None
 
 
-def candidates(d: int, e: float) -> tuple[RootSolver, ...]:
+def candidates(e: float) -> tuple[RootSolver, ...]:
     """What may be chosen: solvers without state."""
-    return (Minimax(), Newton(), Eigh()) if d >= SMALLEST and supports(e) else (Eigh(),)
+    return (Minimax(), Newton(), Eigh()) if supports(e) else (Eigh(),)
 
 
 def measure(stacks: Mapping[tuple[torch.device, int, float], int]) -> Times:
@@ -121,9 +121,11 @@ def decide(times: Mapping[tuple[Task, str], float]) -> Choices:
 
 
 def _fastest(task: Task, times: Mapping[tuple[Task, str], float]) -> Choice:
-    solvers = {solver.name: solver for solver in candidates(task.d, task.e)}
+    solvers = {solver.name: solver for solver in candidates(task.e)}
     ms = {name: times[task, name] for name in solvers if (task, name) in times}
-    usual, best = choose(task.d, "cuda", task.e).name, min(ms, key=lambda name: ms[name])
+    late = {Eigh.name} if task.d < SMALLEST else set()
+    usual = choose("cuda", task.e).name
+    best = min(ms, key=lambda name: (ms[name] == math.inf, name in late, ms[name]))
     if not ms[best] < math.inf:
         best = Eigh.name
     elif CLEARLY * ms[best] > ms.get(usual, math.inf):
@@ -136,7 +138,7 @@ def _timed(task: Task, device: torch.device) -> dict[str, float]:
     key = _kind(device), task
     if key not in _measured:
         times, least = dict[str, float](), math.inf
-        for solver in candidates(task.d, task.e):
+        for solver in candidates(task.e):
             flops = solver.flops(task.d)
             if flops <= HOPELESS * least:
                 times[solver.name] = _time(solver, task, device)

@@ -36,6 +36,9 @@ class RootSolver(ABC):
     """
 
     name: ClassVar[str]
+    is_capturable: ClassVar[bool] = (
+        False  # whether a CUDA graph can hold a call: products only, no library that allocates
+    )
 
     def init(self, n: int, d: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
         """What a warm start keeps between calls, for `n` slots."""
@@ -52,13 +55,21 @@ class RootSolver(ABC):
 
     def __call__(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
         with full_precision(a.device):
-            finite, eye = all_finite(a), eye_like(a)
+            eye = eye_like(a)
+            if self.sees_what_is_not_finite(a):
+                root = self._root(a, e, eps, state)
+                return Root(torch.where(root.ok[:, None, None], root.value, eye), root.ok, root.residual)
+            finite = all_finite(a)
             if isinstance(eps, Tensor):
                 finite = finite & torch.isfinite(eps)
                 eps = torch.where(finite, eps, 1.0).to(a.dtype)
             root = self._root(torch.where(finite[:, None, None], a, eye), e, eps, state)
             value, ok = settle(root.value, root.ok & finite)
             return Root(value, ok, root.residual.masked_fill(~finite, torch.inf))
+
+    def sees_what_is_not_finite(self, a: Tensor) -> bool:
+        """Whether NaN and Inf, in the factor or in the root, show in the residual, so that nobody else need look for them."""
+        return False
 
     @abstractmethod
     def _root(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ class Coupled(RootSolver):
     `iterations`: rounds, always all of them; a slot whose error no longer falls is frozen, on the device.
     `tolerance`: the largest residual `max|I - M|` that is ok. A relative error `t` of `X` shows as `p t`.
     """
+
+    is_capturable: ClassVar[bool] = True
 
     iterations: int = 25
     tolerance: float = 1e-2

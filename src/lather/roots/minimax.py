@@ -64,6 +64,7 @@ class Minimax(RootSolver):
     """
 
     name: ClassVar[str] = "minimax"
+    is_capturable: ClassVar[bool] = True
     relative_eps: float = 3e-5
     tolerance: float = 5e-2
 
@@ -90,6 +91,9 @@ class Minimax(RootSolver):
 
     def flops(self, d: int) -> float:
         return 2.0 * d**3 * self.products(p=4)
+
+    def sees_what_is_not_finite(self, a: Tensor) -> bool:
+        return is_split(a)
 
     def _root(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
         ratio = fraction(e)

@@ -47,8 +47,8 @@ def resolve(spec: str | RootSolver | Choices, d: int, device: torch.device | str
     """`parse`, with `"auto"` decided for matrices of size `d` and the exponent `e`: by the rule, or by choices measured."""
     if isinstance(spec, Mapping):
         found = chosen(spec, d, device, e)
-        return found.solver if found else choose(d, device, e)
-    return choose(d, device, e) if spec == "auto" else parse(spec)
+        return found.solver if found else choose(device, e)
+    return choose(device, e) if spec == "auto" else parse(spec)
 
 
 def spell(solver: RootSolver) -> str:

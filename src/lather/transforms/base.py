@@ -43,6 +43,7 @@ class Context:
     group: Mapping[str, Any]
     steps: Sequence[int]
     alive: Tensor
+    bc2: Tensor | None = None  # the correction of factors, where it is on the device already
 
     @cached_property
     def uniform(self) -> bool:
@@ -61,6 +62,8 @@ class Context:
 
     def factor_correction(self) -> float | Tensor:
         """``bc2 = 1 - beta2^t``; 1 for the sum and without bias correction."""
+        if self.bc2 is not None:
+            return self.bc2
         beta2 = self.group["betas"][1]
         if beta2 == 1 or not self.group["bias_correction"]:
             return 1.0
@@ -112,6 +115,10 @@ class Preconditioner(Transform):
         A slot that is not alive sits this out too: it keeps what it has, and that is no failure. ``exact``: by the slowest
         and surest way, for slots that failed before.
         """
+
+    @abstractmethod
+    def is_capturable(self, due: Sequence[Due]) -> bool:
+        """Whether that refresh is the same operations every time, and the host never waits for their results."""
 
     @abstractmethod
     def ready(self, state: State) -> Tensor:

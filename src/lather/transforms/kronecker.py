@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import options, roots
-from ..linalg import ema_, from_host, gram, gram_diagonal, mode_product, per_slot, symmetrize
+from ..linalg import ema_, gram, gram_diagonal, mode_product, per_slot, positions, symmetrize
 from .base import Context, Due, Preconditioner, Stack, State
 
 FULL = "full"
@@ -60,6 +60,15 @@ class Kronecker(Preconditioner):
         ]
         return [torch.cat([ok for i, ok in done if i == number]) for number in range(len(due))]
 
+    def is_capturable(self, due: Sequence[Due]) -> bool:
+        for state, _, ctx in due:
+            e, group = ctx.exponent(_order(state)), ctx.group
+            factors = (state[f"L{i}"] for i in range(_order(state)))
+            sizes = {a.shape[-1] for a in factors if a.dim() == 3}
+            if e and not all(roots.resolve(group["root"], d, ctx.alive.device, e).is_capturable for d in sizes):
+                return False
+        return True
+
     def ready(self, state: State) -> Tensor:
         """A root is positive definite, so its first diagonal element tells it from the zero it starts as."""
         first = state["X0"]
@@ -81,7 +90,7 @@ class _Side:
         self.mode, self.job, self.index = mode, job, index
         self.e = job.ctx.exponent(_order(job.state))
         correction = job.ctx.factor_correction()
-        bc2 = correction[index] if isinstance(correction, Tensor) else correction
+        bc2 = correction[index] if isinstance(correction, Tensor) and correction.dim() else correction
         a = job.state[f"L{mode}"][index].to(job.ctx.alive.dtype)
         self.a = a / per_slot(bc2, a)
         self.fresh: State = {}
@@ -149,13 +158,14 @@ def _index(job: Due) -> Index:
     first, last = job.slots[0], job.slots[-1]
     if last - first + 1 == len(job.slots):
         return slice(first, last + 1)
-    return from_host(job.slots, job.ctx.alive)
+    return positions(tuple(job.slots), job.ctx.alive.device)
 
 
 def _solve(sides: Sequence[_Side], exact: bool) -> None:
     """Roots of factors of one size, from the warm start if the solver has one."""
     group, e, solver = sides[0].job.ctx.group, sides[0].e, sides[0].solver
-    a = symmetrize(_joined([side.a for side in sides]))
+    a = _joined([side.a for side in sides])
+    a = a if solver.sees_what_is_not_finite(a) and not exact else symmetrize(a)
     roles = solver.init(0, a.shape[-1], a.dtype, a.device)
     warm = {role: _joined([side.warm(role) for side in sides]) for role in roles}
     ridge = _ridge(a, group)
