@@ -90,9 +90,10 @@ class _Side:
         self.mode, self.job, self.index = mode, job, index
         self.e = job.ctx.exponent(_order(job.state))
         correction = job.ctx.factor_correction()
-        bc2 = correction[index] if isinstance(correction, Tensor) and correction.dim() else correction
         a = job.state[f"L{mode}"][index].to(job.ctx.alive.dtype)
-        self.a = a / per_slot(bc2, a)
+        if isinstance(correction, Tensor):
+            correction = (correction[index] if correction.dim() else correction).to(a.dtype)
+        self.a = a / per_slot(correction, a)
         self.fresh: State = {}
         self.ok = torch.ones(len(a), dtype=torch.bool, device=a.device)
 
