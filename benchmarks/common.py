@@ -96,8 +96,8 @@ class Schedule(NamedTuple):
 
     @property
     def warmup(self) -> int:
-        """Steps until every block was refreshed once, with what was kept from an earlier refresh if all are together."""
-        return self.start + self.frequency
+        """Steps until every block was refreshed twice: the second time kernels are captured in graphs."""
+        return self.start + 2 * self.frequency
 
     def whole(self, steps: int) -> int:
         """At least so many steps, in whole periods."""

@@ -12,7 +12,7 @@ import lather
 
 ROOT = pathlib.Path(lather.__file__).parent
 LAYERS = [
-    {"_version", "blocks", "kernels", "linalg", "schedule", "shapes", "reference"},
+    {"_version", "aside", "blocks", "kernels", "linalg", "schedule", "shapes", "reference"},
     {"roots"},
     {"options", "layout", "assign"},
     {"transforms", "plan", "rules"},

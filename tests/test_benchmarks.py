@@ -99,7 +99,7 @@ def test_schedule_of_an_optimizer_is_what_it_does(bench: dict[str, ModuleType]) 
             changed.append(before is not None and not roots.equal(before))
             before = roots
         predicted = [schedule.refreshes(t + 1) for t in range(len(changed))]
-        assert len(changed) == 13 and changed.count(True) > 1
+        assert len(changed) == 16 and changed.count(True) > 1
         assert changed[3:] == predicted[3:]  # staggered, 4 blocks in 3 steps leave none idle
 
 

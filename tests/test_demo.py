@@ -138,6 +138,17 @@ def test_plan_prints_the_report_or_json(capsys: pytest.CaptureFixture[str]) -> N
     assert [(row["name"], row["blocks"]) for row in report["params"]] == [("w", 2), ("b", 1)]
 
 
+def test_plan_shows_what_smaller_state_saves(capsys: pytest.CaptureFixture[str]) -> None:
+    def memory(*options: str) -> dict[str, int]:
+        assert main(["plan", "w=64x64", "--json", *options]) == 0
+        found: dict[str, int] = json.loads(capsys.readouterr().out)["memory"]
+        return found
+
+    plain, small = memory(), memory("--factors", "packed", "--root-dtype", "bfloat16")
+    assert (plain["factors"], small["factors"]) == (2 * 64 * 64 * 4, 64 * 65 * 4)
+    assert (plain["roots"], small["roots"]) == (2 * 64 * 64 * 4, 2 * 64 * 64 * 2)
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["--version"])

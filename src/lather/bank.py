@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import options
+from .aside import Aside
 from .blocks import Block
 from .linalg import from_host, norms, per_slot, positions, rescale
 from .plan import BankKey
@@ -17,6 +19,7 @@ from .schedule import is_due
 from .transforms import (
     GRAFTS,
     PRECONDITIONERS,
+    Batch,
     Context,
     Due,
     Graft,
@@ -68,6 +71,11 @@ class Bank:
         self.begun = method is not None and bool(method.ready(self.state).any())
         self.changes += 1
 
+    @cached_property
+    def aside(self) -> Aside:
+        """Where refreshes go that are not needed at once."""
+        return Aside(self.stack.device)
+
     def refreshed(self) -> None:
         self.begun = True
         self.changes += 1
@@ -106,8 +114,13 @@ class Bank:
         if method is None:
             return graft.apply(self.state, u, ctx)
         method.accumulate(self.state, grads, ctx)
+        if late := late_slots(self.numbers, ctx, active, offsets):
+            self.aside.finish()
+            method.publish(self.state, late)
+            self.refreshed()
         if due := due_slots(self.numbers, ctx, active, offsets):
-            refresh(method, [Refresh(self.state, due, ctx, self.counts[1], self.failing)])
+            job = Refresh(self.state, due, ctx, self.counts[1], self.failing)
+            refresh(method, [job], self.aside if ctx.group["refresh_delay"] else None)
             self.refreshed()
         own = graft.apply(self.state, u, ctx)
         started = started_slots(ctx)
@@ -143,6 +156,14 @@ def due_slots(
     ]
 
 
+def late_slots(
+    numbers: Sequence[int], ctx: Context, active: Sequence[bool], offsets: Mapping[int, int] | None
+) -> list[int]:
+    """The slots whose roots, refreshed ``refresh_delay`` steps ago, are to be used from this step on."""
+    delay = ctx.group["refresh_delay"]
+    return due_slots(numbers, replace(ctx, steps=[t - delay for t in ctx.steps]), active, offsets) if delay else []
+
+
 @dataclass(frozen=True)
 class Refresh:
     """Slots of a stack to be refreshed; ``failed [n]`` counts failures in a row, ``failing`` are slots known to have some."""
@@ -158,15 +179,25 @@ class Refresh:
         return Due(self.state, self.slots, self.ctx)
 
 
-def refresh(method: Preconditioner, due: Sequence[Refresh]) -> None:
-    """Refresh all that is due, a few of the slots that failed the last time by eigh, and count failures in a row."""
+def refresh(method: Preconditioner, due: Sequence[Refresh], aside: Aside | None = None) -> None:
+    """Refresh all that is due, a few of the slots that failed the last time by eigh, and count failures in a row; ``aside``
+    of the training, if that is given."""
     hard = [[slot for slot in job.slots if slot in job.failing][:RESCUES] for job in due]
     easy = [[slot for slot in job.slots if slot not in some] for job, some in zip(due, hard, strict=True)]
     for parts, exact in ((easy, False), (hard, True)):
         jobs = [(job, Due(job.state, slots, job.ctx)) for job, slots in zip(due, parts, strict=True) if slots]
-        for (job, part), ok in zip(jobs, method.refresh([part for _, part in jobs], exact), strict=True):
-            index = positions(tuple(part.slots), ok.device)
-            job.failed[index] = torch.where(ok, 0, job.failed[index] + 1)
+        for batch in method.batches([part for _, part in jobs], exact):
+            work = partial(_do, batch, [job for job, _ in jobs])
+            if aside is None:
+                work()
+            else:
+                aside.start(work, batch.reads, threaded=bool(due[0].ctx.group["root_device"]))
+
+
+def _do(batch: Batch, jobs: Sequence[Refresh]) -> None:
+    for number, slots, ok in batch():
+        index, failed = positions(tuple(slots), ok.device), jobs[number].failed
+        failed[index] = torch.where(ok, 0, failed[index] + 1)
 
 
 def make_stack(key: BankKey, n: int, group: Mapping[str, Any], device: torch.device) -> Stack:

@@ -17,7 +17,7 @@ from .bank import Bank, initial_state, make_stack
 from .blocks import Region, Shape
 from .exchange import Comm
 from .layout import is_dtensor, local
-from .options import OPTIONS, STRUCTURAL, state_dtype
+from .options import OPTIONS, STRUCTURAL
 from .plan import BankKey, Plan
 
 Views = dict[str, Tensor]
@@ -27,11 +27,11 @@ def key(role: str, block: int) -> str:
     return f"{role}.{block}"
 
 
-def state_shapes(plan: Plan, bank: BankKey) -> dict[str, Shape]:
-    """The state of one block of a bank: role -> shape."""
+def block_state(plan: Plan, bank: BankKey) -> Views:
+    """The state of one block of a bank, on the meta device: role -> shape and dtype."""
     group = plan.groups[bank.group]
     state = initial_state(bank, make_stack(bank, 1, group, torch.device("meta")), group)
-    return {role: tuple(tensor.shape[1:]) for role, tensor in state.items()}
+    return {role: tensor[0] for role, tensor in state.items()}
 
 
 def expected_shapes(plan: Plan, banks: Mapping[BankKey, Sequence[int]]) -> list[dict[str, Shape]]:
@@ -41,10 +41,10 @@ def expected_shapes(plan: Plan, banks: Mapping[BankKey, Sequence[int]]) -> list[
         if plan.groups[spec.group]["momentum"] > 0:
             entry["momentum"] = spec.shape
     for bank, numbers in banks.items():
-        state = state_shapes(plan, bank)
+        state = block_state(plan, bank)
         for block in (plan.blocks[i] for i in numbers):
-            for role, shape in state.items():
-                shapes[block.param][key(role, block.index)] = shape
+            for role, like in state.items():
+                shapes[block.param][key(role, block.index)] = tuple(like.shape)
     return shapes
 
 
@@ -140,11 +140,11 @@ def collect(
             continue
         for place, owner in enumerate(ranks):
             for bank, numbers in plan.banks(team, place).items():
-                for role, shape in state_shapes(plan, bank).items():
+                for role, like in block_state(plan, bank).items():
                     stack = own[bank][role] if owner == rank else None
                     if owner != to and rank in (owner, to):
-                        dtype = state_dtype(plan.groups[bank.group])
-                        stack = _forward(stack, (len(numbers), *shape), dtype, comms[team], place, ranks.index(to))
+                        shape = len(numbers), *like.shape
+                        stack = _forward(stack, shape, like.dtype, comms[team], place, ranks.index(to))
                     if rank == to and stack is not None:
                         for number, value in zip(numbers, stack.cpu(), strict=True):
                             block = plan.blocks[number]

@@ -60,6 +60,9 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument("--precondition-frequency", type=positive, default=10, metavar="N", help="default %(default)s")
     plan.add_argument("--momentum", type=float, default=0.0, help="default %(default)s")
     plan.add_argument("--communication-dtype", help="float32, bfloat16, float16 or int8")
+    plan.add_argument("--state-dtype", default="float32", help="default %(default)s")
+    plan.add_argument("--root-dtype", help="of roots (default: as --state-dtype)")
+    plan.add_argument("--factors", default="full", help="full (default) or packed")
     plan.add_argument("--dtype", default="float32", help="of the parameters (default %(default)s)")
     plan.add_argument(
         "--device", default="cuda", help="where they are, which decides on root solvers (default %(default)s)"
@@ -85,7 +88,8 @@ def run_demo(args: argparse.Namespace) -> str:
 def run_plan(args: argparse.Namespace) -> str:
     from .plan_report import PlanReport, plan, scale_table
 
-    names = ("max_preconditioner_dim", "precondition_frequency", "momentum", "communication_dtype", "dtype", "device")
+    names = ["max_preconditioner_dim", "precondition_frequency", "momentum", "communication_dtype", "dtype", "device"]
+    names += ["state_dtype", "root_dtype", "factors"]
     given = {name: getattr(args, name) for name in names}
 
     def report(ranks: int) -> PlanReport:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from . import rules
-from .bank import Refresh, due_slots, graft_of, preconditioner_of, refresh, started_slots
+from .bank import Refresh, due_slots, graft_of, late_slots, preconditioner_of, refresh, started_slots
 from .linalg import from_host
+from .roots import are_products_exact
 from .tables import DEPTH, REDUCE, SIDE, Group, Part, Tables, keeps_plain, plane_of, starts
 from .transforms import Context, filter_correction
 
@@ -157,7 +158,7 @@ class Fleet:
             momentum=bool(call.momenta),
             nesterov=group["nesterov"],
             uniform=uniform,
-            halves=2 if exact_products() else 1,
+            halves=2 if are_products_exact() else 1,
             plain=keeps_plain(self.parts, group),
             grad=call.sources[0].dtype,
             param=call.params[0].dtype if call.params else call.sources[0].dtype,
@@ -206,7 +207,8 @@ class Fleet:
         for jobs, rows, even in tables.jobs:
             kernels.gram[jobs.shape[0],](
                 jobs, b.alive, b.scale, self._plane, b.numbers,
-                HALVES=kind.halves, ROWS=rows, EVEN=even, SIDE=SIDE, DEPTH=DEPTH, num_warps=8, num_stages=3,
+                HALVES=kind.halves, ROWS=rows, EVEN=even, PACKED=call.group["factors"] == "packed", SIDE=SIDE, DEPTH=DEPTH,
+                num_warps=8, num_stages=3,
             )  # fmt: skip
         works = []
         for i, (part, ctx) in enumerate(zip(self.parts, contexts, strict=True)):
@@ -253,6 +255,8 @@ class Fleet:
 
     def _refresh(self, kind: Kind, call: Call, contexts: Sequence[Context]) -> None:
         """Refresh what is due, in all parts at once."""
+        if call.group["refresh_delay"]:
+            self._publish(call, contexts)
         due: list[tuple[int, list[int]]] = []
         for i, (part, first, ctx) in enumerate(zip(self.parts, self.firsts, contexts, strict=False)):
             if part.key.modes:
@@ -274,7 +278,16 @@ class Fleet:
             key = ("refresh", tuple((i, tuple(slots)) for i, slots in due), options, str(call.group["root"]))
             self._replay(key, lambda: refresh(method, jobs))
         else:
-            refresh(method, jobs)
+            refresh(method, jobs, self.parts[0].bank.aside if call.group["refresh_delay"] else None)
+
+    def _publish(self, call: Call, contexts: Sequence[Context]) -> None:
+        """Put roots to use that were refreshed a while ago."""
+        for part, first, ctx in zip(self.parts, self.firsts, contexts, strict=False):
+            method = preconditioner_of(part.key, call.group)
+            if method and (late := late_slots(part.numbers, ctx, call.active[first : first + part.n], call.offsets)):
+                self.parts[0].bank.aside.finish()
+                method.publish(part.state, late)
+                part.bank.refreshed()
 
     def _bring_up_to_date(self, call: Call, contexts: Sequence[Context]) -> tuple[bool, ...]:
         """Which parts are preconditioned; and ``ready``, where that has changed."""
@@ -339,7 +352,7 @@ class Buffers:
 class Graphs:
     """CUDA graphs by key. What is launched the second time under the same key is captured, then and later replayed."""
 
-    MOST = 128  # keys; beyond that, something changes on every step
+    MOST = 1024  # keys; beyond that, something changes on every step
 
     def __init__(self) -> None:
         self._seen: set[Hashable] = set()
@@ -388,11 +401,6 @@ def side_by_side(works: Sequence[Callable[[], object]]) -> None:
             work()
     for stream in streams:
         main.wait_stream(stream)
-
-
-def exact_products() -> bool:
-    """Whether the user wants float32 products to be float32."""
-    return torch.get_float32_matmul_precision() == "highest"
 
 
 @lru_cache

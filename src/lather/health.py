@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .bank import Bank
 from .exchange import Circle
+from .transforms import factors_of
 
 
 class NumericalWarning(RuntimeWarning):
@@ -135,7 +136,7 @@ def tally(banks: Iterable[Bank], name_of: Callable[[int], str]) -> dict[str, dic
 
 
 def _failure(bank: Bank, slot: int, name: str, failed: int, group: Mapping[str, Any]) -> str:
-    factors = [bank.state[role][slot] for role in bank.state if role.startswith("L")]
+    factors = [factors_of(bank.state, mode, slice(slot, slot + 1))[0] for mode in range(len(bank.key.modes))]
     conditions = ", ".join(_condition(factor, group["eps"]) for factor in factors)
     return (
         f"the root of block {bank.blocks[slot].index} of parameter {name} (shape {bank.key.shape}) failed to refresh "

@@ -263,9 +263,11 @@ def _lower(tile):
 @triton.jit
 def gram(
     jobs, alive, scale, plane, numbers,
-    HALVES: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
+    HALVES: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr,
+    SIDE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """``L <- keep L + take G G^T`` (``ROWS``) or ``G^T G`` for the jobs of a table: one triangle of tiles, mirrored.
+    """``L <- keep L + take G G^T`` (``ROWS``) or ``G^T G`` for the jobs of a table: one triangle of tiles, mirrored, or of a
+    ``PACKED`` factor the elements of the lower triangle, which is all there is.
 
     A job: slot, address of G in halves, elements between its rows, elements to sum over (a multiple of DEPTH), address
     of L, its side, row and column of the tile.
@@ -300,16 +302,23 @@ def gram(
     s = 1 / tl.load(scale + slot)
     inside = (ri[:, None] < side) & (rj[None, :] < side)
     factor = tl.load(job + 4).to(tl.pointer_type(tl.float32))
-    at = factor + (ri[:, None] * side + rj[None, :])
-    mirror = factor + (rj[:, None] * side + ri[None, :])
-    if EVEN:
-        at, mirror = tl.multiple_of(at, (16, 16)), tl.multiple_of(mirror, (16, 16))
+    if PACKED:
+        at = factor + ((ri * (ri + 1) // 2)[:, None] + rj[None, :])
+        inside = inside & (rj[None, :] <= ri[:, None])
+    else:
+        at = factor + (ri[:, None] * side + rj[None, :])
+        if EVEN:
+            at = tl.multiple_of(at, (16, 16))
     old = tl.load(at, inside, 0.0)
     grown = _number(numbers, KEEP) * old + _number(numbers, TAKE) * (total * s * s)
     new = tl.where(tl.load(alive + slot) != 0, grown, old)
     tl.store(at, new, inside)
-    if tl.load(job + 6) != tl.load(job + 7):
-        tl.store(mirror, new.T, (rj[:, None] < side) & (ri[None, :] < side))
+    if not PACKED:  # noqa: SIM102 (Triton evaluates both sides of `and`)
+        if tl.load(job + 6) != tl.load(job + 7):
+            mirror = factor + (rj[:, None] * side + ri[None, :])
+            if EVEN:
+                mirror = tl.multiple_of(mirror, (16, 16))
+            tl.store(mirror, new.T, (rj[:, None] < side) & (ri[None, :] < side))
 
 
 @triton.jit

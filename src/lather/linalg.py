@@ -7,7 +7,7 @@ that hold different stacks rely on it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import cast, overload
 
 import torch
@@ -58,6 +58,38 @@ def _gram_of_columns(x: Tensor) -> Tensor:
 def gram_diagonal(x: Tensor, mode: int) -> Tensor:
     """The diagonal of :func:`gram`: ``[n, d]``."""
     return unfold(x, mode).square().sum(2)
+
+
+def pack(a: Tensor) -> Tensor:
+    """Lower triangles of ``[n, d, d]``, row by row: ``[n, d (d + 1) / 2]``."""
+    return a.flatten(1).index_select(1, _lower(a.shape[-1], a.device))
+
+
+def unpack(packed: Tensor, d: int) -> Tensor:
+    """The symmetric matrices ``[n, d, d]`` with these lower triangles."""
+    return packed.index_select(1, _mirrored(d, packed.device)).view(-1, d, d)
+
+
+# Both are there from the second time on, as CUDA graphs need it, and stay: there are few sizes.
+
+
+@cache
+def _lower(d: int, device: torch.device) -> Tensor:
+    """Where in a matrix the elements of its packed triangle are."""
+    row, column = torch.tril_indices(d, d, device=device).unbind()
+    return (row * d + column).to(_index_dtype(d))
+
+
+@cache
+def _mirrored(d: int, device: torch.device) -> Tensor:
+    """Where in its packed triangle the elements of a symmetric matrix are."""
+    i = torch.arange(d, dtype=_index_dtype(d), device=device)
+    high, low = torch.maximum(i[:, None], i), torch.minimum(i[:, None], i)
+    return (high * (high + 1) // 2 + low).flatten()
+
+
+def _index_dtype(d: int) -> torch.dtype:
+    return torch.int32 if d * d < 1 << 31 else torch.int64
 
 
 def mode_product(x: Tensor, factor: Tensor, mode: int, out: Tensor | None = None) -> Tensor:

@@ -71,9 +71,14 @@ class Shampoo(torch.optim.Optimizer):
         precondition_frequency: int = 10,
         start_preconditioning_step: float | None = None,
         refresh: str = "together",
+        refresh_delay: int = 0,
+        root_device: str | None = None,
         on_nonfinite: str = "skip",
         max_failed_refreshes: int = 3,
+        precision: str | None = None,
         state_dtype: str | torch.dtype = "float32",
+        root_dtype: str | torch.dtype | None = None,
+        factors: str = "full",
         blocks: str = "global",
         communication_dtype: str | torch.dtype | None = None,
         process_group: Any = None,
@@ -347,6 +352,8 @@ class Shampoo(torch.optim.Optimizer):
 
     def _prepare(self, *, thorough: bool) -> None:
         """Bring plan, banks and state in step with the parameters and options; does nothing on nearly every call."""
+        if thorough:
+            self._finish()
         if self._views and not self.state:  # emptied by the user to begin anew
             self._reset()
         elif self._is_replaced(thorough):  # by the user: what is there now counts
@@ -369,6 +376,12 @@ class Shampoo(torch.optim.Optimizer):
             self._refuse_reshaping(trainable)
         self._build(self._make_plan(trainable, self.param_groups), trainable)
         self._signature, self._structure, self._glanced = self._sign(trainable), structure, None
+
+    def _finish(self) -> None:
+        """Wait for what is done aside: the state is about to be read, or written."""
+        for bank in self._banks:
+            if "aside" in vars(bank):
+                bank.aside.finish()
 
     def _is_replaced(self, thorough: bool) -> bool:
         """Whether tensors in ``self.state`` are not ours any more, as after ``state[k] = v.to(device)``.
@@ -403,6 +416,7 @@ class Shampoo(torch.optim.Optimizer):
             (
                 group["betas"][0] > 0,
                 group["momentum"] > 0,
+                group["refresh_delay"] > 0,
                 group["weight_decay_mode"] == "l2",
                 group["on_nonfinite"],
                 *(group[name] for name in (*STRUCTURAL, *_ROOT_OPTIONS, "communication_dtype")),
@@ -566,6 +580,7 @@ class Shampoo(torch.optim.Optimizer):
         return {p: saved[p] for *_, p in trainable}
 
     def __getstate__(self) -> dict[str, Any]:
+        self._finish()
         kept = ("_structure", "_trainers", "_stages", "_check_ranks", "_owners", "_began")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 

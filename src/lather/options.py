@@ -154,11 +154,16 @@ OPTIONS: dict[str, Option] = {
     "precondition_frequency": Option(10, _count(1), "steps between refreshes of a block's roots"),
     "start_preconditioning_step": Option(None, _optional(_count(1, infinite=True)), "first preconditioned step; default `precondition_frequency`; infinity: never"),
     "refresh": Option("together", _choice("together", "staggered"), "refresh all blocks at once, or spread them evenly over the period"),
+    "refresh_delay": Option(0, _count(0), "steps from a refresh to the first use of its roots. Until then they are computed beside the training, on a CUDA device by a stream of its own; takes the memory of the roots once more"),
+    "root_device": Option(None, _optional(_choice("cpu")), "`\"cpu\"`: compute roots on the host, for a device without a solver; with `refresh_delay`, in a thread"),
     "on_nonfinite": Option("skip", _choice("skip", "raise"), "a block with NaN or Inf in its gradient sits the step out, or the step raises (which reads the device on every step)"),
     "max_failed_refreshes": Option(3, _count(0), "failed refreshes in a row that one block may have"),
     "communication_dtype": Option(None, _optional(_wire), "rounds directions for their way to the ranks that store the parameter: `\"float32\"`, `\"bfloat16\"`, `\"float16\"`, or `\"int8\"` with a scale per block; default: not rounded"),
     "blocks": Option("global", _choice("global", "local"), "cut blocks from whole parameters, or from each shard, so that no gradient travels and results depend on the sharding", structural=True),
+    "precision": Option(None, _optional(_choice("float32", "fast")), "products that make statistics and apply roots, on a GPU: `\"float32\"`, or `\"fast\"` with the 11 bits of TF32; default: as torch's float32 matmul precision. Roots are computed in float32 either way"),
     "state_dtype": Option("float32", _dtype, "dtype of the state; arithmetic is in float32 or better", structural=True),
+    "root_dtype": Option(None, _optional(_dtype), "dtype that roots are kept in; default `state_dtype`", structural=True),
+    "factors": Option("full", _choice("full", "packed"), "keep factors whole, or their lower triangles only: the same numbers in half the memory", structural=True),
 }  # fmt: skip
 
 # How the work is done, not what is computed: arguments of the constructor that are not kept in param groups and checkpoints.
@@ -187,6 +192,11 @@ def check_values(group: dict[str, Any], seen: dict[str, Any] | None = None) -> N
     changed = [name for name in OPTIONS if name not in seen or group[name] is not seen[name]]
     for name in changed:
         group[name] = OPTIONS[name].check(name, group[name])
+    if not group["refresh_delay"] < group["precondition_frequency"]:
+        raise ValueError(
+            f"refresh_delay={group['refresh_delay']} must be less than precondition_frequency={group['precondition_frequency']}: "
+            "roots would be computed anew before they are used"
+        )
     if group["root"] != "auto" and not {"root", "exponent", "exponent_multiplier"}.isdisjoint(changed):
         _check_exponents(group)
     seen.update({name: group[name] for name in changed})
@@ -213,6 +223,8 @@ def _refuse_without_effect(group: Mapping[str, Any]) -> None:
          and group["large_dim"] != "adagrad", f"with graft={group['graft']!r}; it has no denominator"),
         ("exponent_multiplier", group["exponent_multiplier"] != 1 and isinstance(group["exponent"], (int, float)),
          "beside exponent, which replaces the default that it multiplies"),
+        ("root_dtype", group["root_dtype"] == "float64" and group["state_dtype"] != "float64",
+         f"with state_dtype={group['state_dtype']!r}: roots are computed in float32"),
     ]  # fmt: skip
     for name, useless, why in idle:
         if useless:
@@ -253,6 +265,10 @@ def state_dtype(group: Mapping[str, Any]) -> torch.dtype:
     return getattr(torch, group["state_dtype"])  # type: ignore[no-any-return]
 
 
+def root_dtype(group: Mapping[str, Any]) -> torch.dtype:
+    return getattr(torch, group["root_dtype"] or group["state_dtype"])  # type: ignore[no-any-return]
+
+
 def compute_dtype(group: Mapping[str, Any]) -> torch.dtype:
     """float32, or better where the state is."""
     return torch.promote_types(state_dtype(group), torch.float32)
@@ -266,6 +282,11 @@ def with_choices(group: Mapping[str, Any], choices: roots.Choices) -> Mapping[st
 def is_measured(group: Mapping[str, Any]) -> bool:
     """Whether solvers are to be measured for it; that is done in float32."""
     return group["root"] == "auto" and compute_dtype(group) == torch.float32
+
+
+def products(group: Mapping[str, Any]) -> str | None:
+    """How torch is to multiply in a step; None as the user has set it."""
+    return {"float32": "ieee", "fast": "tf32"}.get(group["precision"])
 
 
 def wire_dtype(group: Mapping[str, Any]) -> str:

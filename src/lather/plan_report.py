@@ -12,7 +12,7 @@ import torch
 
 from . import assign, options
 from .blocks import Block
-from .checkpoint import state_shapes
+from .checkpoint import block_state
 from .layout import team_of
 from .plan import BankKey, Plan, Spec, make_plan, refresh_cost
 from .roots import NO_CHOICES, Choices, chosen, resolve, spell
@@ -20,7 +20,14 @@ from .scale import RankReport, block_bytes, layout_named, rank_report, scratch_b
 from .units import make_drafts
 
 WASTE = 0.2  # padding above which to say what helps
-KINDS = {"L": "factors", "X": "roots", "Q": "basis", "m": "filtered gradient", "v": "graft moment"}
+KINDS = {
+    "L": "factors",
+    "X": "roots",
+    "Y": "roots to come",
+    "Q": "basis",
+    "m": "filtered gradient",
+    "v": "graft moment",
+}
 
 
 @dataclass(frozen=True)
@@ -169,9 +176,8 @@ def _memory(plan: Plan) -> dict[str, int]:
     """Bytes of the whole state, by kind."""
     memory = dict.fromkeys((*KINDS.values(), "momentum"), 0)
     for key, numbers in plan.all_banks().items():
-        size = len(numbers) * options.state_dtype(plan.groups[key.group]).itemsize
-        for role, shape in state_shapes(plan, key).items():
-            memory[KINDS[role[0]]] += size * math.prod(shape)
+        for role, like in block_state(plan, key).items():
+            memory[KINDS[role[0]]] += len(numbers) * like.nbytes
     for spec in plan.specs:
         group = plan.groups[spec.group]
         if group["momentum"] > 0:

@@ -22,7 +22,8 @@ DEFAULTS: dict[str, Any] = {
     "max_preconditioner_dim": 1024, "merge_dims": True, "large_dim": "block",
     "batch_dims": 0, "precondition_1d": False,
     "precondition_frequency": 10, "start_preconditioning_step": None,  # None: the frequency; math.inf: never
-    "refresh": "together", "on_nonfinite": "skip",
+    "refresh": "together", "refresh_delay": 0, "on_nonfinite": "skip",
+    "root_dtype": None, "factors": "full",  # the name of what roots are rounded to; how factors are kept, of no effect here
 }
 # fmt: on
 CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -32,6 +33,8 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "large_dim": ("block", "diagonal", "adagrad"),
     "refresh": ("together", "staggered"),
     "on_nonfinite": ("skip",),
+    "root_dtype": (None, "float64", "float32", "bfloat16", "float16"),
+    "factors": ("full", "packed"),
 }
 
 
@@ -101,6 +104,7 @@ class Block:
         self.factors = [w.new_zeros(d if diag else (d, d)) for d, diag in zip(w.shape, diagonal, strict=False)]
         # None: not refreshed yet. A None inside: that mode is left alone.
         self.roots: list[Tensor | None] | None = None
+        self.waiting: list[Tensor | None] | None = None  # refreshed, and not used before the delay is over
 
 
 class Reference:
@@ -168,6 +172,9 @@ class Reference:
             self.steps[i] += 1
             ws, gs = cut(p, self.sizes[i]), cut(grad.detach().to(p).contiguous(), self.sizes[i])
             for j, (block, w, g) in enumerate(zip(self.blocks[i], ws, gs, strict=True)):
+                delay = self.options["refresh_delay"]
+                if delay and block.factors and self._due(self.steps[i] - delay, (i, j)):
+                    block.roots, block.waiting = block.waiting or block.roots, None
                 due = bool(block.factors) and self._due(self.steps[i], (i, j))
                 self._step_block(block, w, g, self.steps[i], due)
 
@@ -219,8 +226,14 @@ class Reference:
         if all(factor.isfinite().all() for factor in block.factors):
             corrected = [factor / bc2 for factor in block.factors]
             roots = [inverse_power(a, e, self._ridge(a)) if e else None for a in corrected]
+            if o["root_dtype"]:
+                kept = getattr(torch, o["root_dtype"])
+                roots = [None if root is None else root.to(kept).to(root.dtype) for root in roots]
             if all(root is None or root.isfinite().all() for root in roots):
-                block.roots = roots
+                if o["refresh_delay"]:
+                    block.waiting = roots
+                else:
+                    block.roots = roots
 
     def _ridge(self, a: Tensor) -> float:
         """eps, or eps times the fourth root of the sum of the eigenvalues' fourth powers."""

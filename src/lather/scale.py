@@ -9,7 +9,7 @@ from typing import Any
 
 from . import assign, options
 from .blocks import Axis, Layout
-from .checkpoint import state_shapes
+from .checkpoint import block_state
 from .plan import BankKey, Plan, refresh_cost
 from .units import Draft
 
@@ -106,8 +106,7 @@ def place_totals(plan: Plan, team: int) -> tuple[list[int], list[float]]:
 
 def block_bytes(plan: Plan, key: BankKey) -> int:
     """State of one block of a bank."""
-    size = options.state_dtype(plan.groups[key.group]).itemsize
-    return size * sum(math.prod(shape) for shape in state_shapes(plan, key).values())
+    return sum(like.nbytes for like in block_state(plan, key).values())
 
 
 def layout_named(name: str, ranks: int, order: int) -> Layout:

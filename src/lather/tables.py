@@ -23,7 +23,7 @@ from .transforms import State
 BLOCK = 4096  # elements of a tile
 REDUCE = 128  # tiles of a slot that are added up at a time
 SIDE, DEPTH = 128, 64  # tiles of a product, and how much of the sum they take at a time
-LARGEST = 1 << 26  # elements of a fleet, unless one block has more; its buffers are as large
+LARGEST = 1 << 25  # elements of a fleet, unless one block has more; its buffers are as large
 
 Group = Mapping[str, Any]
 
@@ -244,7 +244,7 @@ def _jobs(parts: Sequence[Part], halves: Tensor, by_rows: bool, even: bool) -> l
             tiles = [(i, j) for i in range(-(-side // SIDE)) for j in range(i + 1)]
             for slot in range(part.n):
                 source = halves.data_ptr() + 2 * (half + slot * rows * ld)
-                target = factor.data_ptr() + 4 * slot * side * side
+                target = factor.data_ptr() + 4 * slot * factor.stride(0)
                 found += [[first + slot, source, ld, depth, target, side, i, j] for i, j in tiles]
     return found
 

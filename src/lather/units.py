@@ -16,8 +16,9 @@ from .bank import Bank, initial_state
 from .exchange import Comm, Mail, Wire, itemsize
 from .fleet import Call, Fleet, Graphs
 from .layout import local
-from .options import compute_dtype, wire_dtype
+from .options import compute_dtype, products, wire_dtype
 from .plan import BankKey, Plan, Route
+from .roots import products_in
 from .runs import Run, coalesce
 from .store import Arena, ArenaKey, Chunk, Span, copy_pairs, spans
 from .tables import Part, Place, Share, divide, place
@@ -25,7 +26,7 @@ from .tables import scratch as fleet_scratch
 
 Group = Mapping[str, Any]
 
-FEW = 4  # fleets that are worth CUDA graphs: with more of them launches are not what takes time
+FEW = 64  # fleets that are worth CUDA graphs: with more of them launches are not what takes time
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,11 @@ class Unit:
         active = [True] * fleet.n if step.even else [i in step.grads for i in fleet.params]
         directions = None
         if any(active):
-            directions = fleet.update(self._call(fleet, numbers, active, received, step))
+            call = self._call(fleet, numbers, active, received, step)
+            with torch.autocast(fleet.device.type, enabled=False), products_in(products(call.group)):
+                directions = fleet.update(call)
+            if fleet.lands:
+                torch.autograd.graph.increment_version(call.params)  # kernels write behind autograd's back
         for i, number in enumerate(numbers if self.outbound else ()):
             stack = self._nothing(self.banks[number]) if directions is None else fleet.stack(directions, i)
             self._post(number, stack, step.groups[fleet.key.group])
@@ -163,8 +168,9 @@ class Unit:
 
 def _update(bank: Bank, grads: Tensor, active: Sequence[bool], step: Step) -> Tensor:
     steps = [step.counts[block.param] for block in bank.blocks]
-    with torch.autocast(bank.stack.device.type, enabled=False):
-        return bank.update(grads, steps, active, step.offsets(bank.key), step.groups[bank.key.group])
+    group = step.groups[bank.key.group]
+    with torch.autocast(bank.stack.device.type, enabled=False), products_in(products(group)):
+        return bank.update(grads, steps, active, step.offsets(bank.key), group)
 
 
 def _boxes(stack: Tensor, run: Run) -> Tensor:
@@ -202,9 +208,14 @@ def identity(bank: Bank, params: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 def _allocate(bank: Bank, group: Group) -> None:
-    shapes = initial_state(bank.key, replace(bank.stack, device=torch.device("meta")), group)
-    if shapes.keys() != bank.state.keys():
-        bank.state = initial_state(bank.key, bank.stack, group) | {k: v for k, v in bank.state.items() if k in shapes}
+    needed = initial_state(bank.key, replace(bank.stack, device=torch.device("meta")), group)
+    kept = {role: x for role, x in bank.state.items() if role in needed and _is_like(x, needed[role])}
+    if not needed.keys() == kept.keys() == bank.state.keys():
+        bank.state = initial_state(bank.key, bank.stack, group) | kept
+
+
+def _is_like(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and x.dtype == y.dtype
 
 
 # Units.

@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sum": {"betas": (0.9, 1.0)},
     "relative": {"betas": (0.9, 0.95), "damping": "relative"},
     "uncorrected": {"betas": (0.9, 0.95), "bias_correction": False, "exponent": 0.3},
+    "packed": {"betas": (0.9, 0.95), "factors": "packed", "root_dtype": "bfloat16"},
 }
 
 every_method = pytest.mark.parametrize("method", METHODS)
@@ -117,12 +118,15 @@ def test_slots_that_sit_out_keep_their_bits(method: str, kind: str, options: str
 @every_dtype
 @every_stack
 @every_method
-def test_state_has_a_slot_per_block_and_keeps_its_dtype(method: str, kind: str, dtype: torch.dtype) -> None:
-    case = Case(method, kind, "average", dtype)
+@pytest.mark.parametrize("options", ["average", "packed"])
+def test_state_has_a_slot_per_block_and_keeps_its_dtype(
+    options: str, method: str, kind: str, dtype: torch.dtype
+) -> None:
+    case = Case(method, kind, options, dtype)
     fresh = {role: (value.shape, value.dtype) for role, value in case.state.items()}
-    for value in case.state.values():
+    for role, value in case.state.items():
         assert value.shape[0] == 3
-        assert value.dtype == dtype
+        assert value.dtype == (torch.bfloat16 if options == "packed" and role.startswith("X") else dtype)
     for t in range(3):
         before = case.copy()
         direction = case.take(t, due=(0, 1, 2))

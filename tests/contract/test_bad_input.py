@@ -75,6 +75,8 @@ NAMES: list[tuple[str, str, str]] = [
     ("refresh", "stagered", "'staggered'"),
     ("on_nonfinite", "rais", "'raise'"),
     ("state_dtype", "float33", "'float32'"),
+    ("root_dtype", "bfloat", "'bfloat16'"),
+    ("factors", "pack", "'packed'"),
     ("root", "eig", "'eigh'"),
     ("root", "neuton", "'newton'"),
     ("root", "newton(iteration=3)", "iterations"),
@@ -105,7 +107,7 @@ def test_bad_option(name: str, value: Any, allowed: str, in_group: bool) -> None
 
 
 @pytest.mark.parametrize("value", [None, 3, [1], {"eigh": 1}, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["root", "large_dim", "state_dtype", "refresh", "preconditioner"])
+@pytest.mark.parametrize("name", ["root", "large_dim", "state_dtype", "refresh", "preconditioner", "factors"])
 def test_option_of_another_type(name: str, value: Any) -> None:
     if (name, value) == ("state_dtype", torch.float32):
         return
@@ -138,6 +140,8 @@ IDLE: list[tuple[str, dict[str, Any]]] = [
     ("graft_eps", {"graft_eps": 0.5, "graft": "sgd"}),
     ("graft_eps", {"graft_eps": 0.5, "graft": None}),
     ("exponent_multiplier", {"exponent_multiplier": 1.82, "exponent": 0.5}),
+    ("root_dtype", {"root_dtype": "float64"}),
+    ("root_dtype", {"root_dtype": "float64", "state_dtype": "bfloat16"}),
 ]
 
 
@@ -434,10 +438,11 @@ def test_a_first_root_that_fails(eigh: Eigh) -> None:
     assert all(p.isfinite().all() for p in params.values())
 
 
+@pytest.mark.parametrize("factors", ["full", "packed"])
 @pytest.mark.parametrize("limit", [0, 2])
-def test_too_many_failures_in_a_row(eigh: Eigh, limit: int) -> None:
+def test_too_many_failures_in_a_row(eigh: Eigh, limit: int, factors: str) -> None:
     params = {"first": nn.Parameter(torch.ones(3, 3)), "wide": nn.Parameter(torch.randn(3, 14))}
-    opt = lather.Shampoo(params.items(), **FAST | SHAPED, max_failed_refreshes=limit)
+    opt = lather.Shampoo(params.items(), **FAST | SHAPED, max_failed_refreshes=limit, factors=factors)
     train(opt, params, 2)
     eigh.fails = of_size(7)
     for refresh in range(limit):

@@ -79,7 +79,7 @@ def pair(steps: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
 
 
 CASES: list[dict[str, Any]] = [
-    *({"root": root} for root in ("eigh", "newton", "higher_order", "qr")),
+    *({"root": root} for root in ("eigh", "newton", "higher_order", "qr", "minimax", "track")),
     *({"graft": graft} for graft in ("adam", "rmsprop", "adagrad", "sgd", None)),
     {"momentum": 0.9, "nesterov": True, "dampening": 0.1, "weight_decay_mode": "corrected"},
     {"refresh": "staggered", "weight_decay_mode": "independent", "momentum": 0.5},
@@ -89,6 +89,11 @@ CASES: list[dict[str, Any]] = [
     {"large_dim": "adagrad", "exponent": {2: 0.5, 3: 0.25}, "maximize": True},
     {"state_dtype": "bfloat16", "momentum": 0.9},
     {"state_dtype": torch.float64, "root": lather.Qr(iterations=2), "batch_dims": 0},
+    {"factors": "packed", "large_dim": "diagonal", "refresh": "staggered"},
+    {"root_dtype": "bfloat16", "momentum": 0.9},
+    {"refresh_delay": 2},
+    {"refresh_delay": 1, "refresh": "staggered", "root": "track", "root_device": "cpu"},
+    {"root_dtype": torch.float32, "state_dtype": "bfloat16", "factors": "packed", "root": "qr"},
 ]
 
 
@@ -107,9 +112,11 @@ def test_resume(options: dict[str, Any], dtype: torch.dtype, k: int) -> None:
     fresh.load_state_dict(through_file(opt.state_dict()))
     assert_same(snapshot(fresh), snapshot(opt))
     assert options_of(fresh) == options_of(opt)
-    expected = getattr(torch, fresh.param_groups[0]["state_dtype"])
+    group = fresh.param_groups[0]
+    kept = group["root_dtype"] or group["state_dtype"]
     for state in fresh.state.values():
-        assert {v.dtype for key, v in state.items() if key != "step"} <= {expected}
+        for key, v in state.items():
+            assert key == "step" or v.dtype == getattr(torch, kept if key[0] == "X" else group["state_dtype"])
     train(opt, 15, k)
     train(fresh, 15, k)
     assert_same(snapshot(fresh), snapshot(opt))
@@ -439,6 +446,8 @@ STRUCTURE: dict[str, Any] = {
     "batch_dims": 1,
     "precondition_1d": True,
     "state_dtype": "bfloat16",
+    "root_dtype": "bfloat16",
+    "factors": "packed",
 }
 
 

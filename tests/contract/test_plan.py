@@ -73,6 +73,8 @@ MIX: dict[str, dict[str, Any]] = {
     "basis": {"root": "qr", "max_preconditioner_dim": 12},
     "momentum": {"momentum": 0.9, "betas": (0.0, 0.99), "root": lather.Qr(iterations=2)},
     "half": {"state_dtype": torch.bfloat16, "momentum": 0.9, "root": "qr"},
+    "packed": {"factors": "packed", "root_dtype": "bfloat16", "max_preconditioner_dim": 12},
+    "packed diagonal": {"factors": "packed", "state_dtype": "bfloat16", "large_dim": "diagonal", "merge_dims": False},
     "double": {"state_dtype": "float64", "graft": "rmsprop", "root": "newton"},
     "diagonal": {"large_dim": "diagonal", "max_preconditioner_dim": 10, "graft": "sgd", "merge_dims": False},
     "adagrad": {"large_dim": "adagrad", "max_preconditioner_dim": 10, "graft": None},

@@ -474,6 +474,8 @@ STRUCTURAL: dict[str, Any] = {
     "batch_dims": 1,
     "precondition_1d": True,
     "state_dtype": "float64",
+    "root_dtype": "bfloat16",
+    "factors": "packed",
 }
 
 

@@ -48,8 +48,8 @@ def _choose_on_meshes(ranks: dict[str, list[int]], clocks: Any) -> Any:
     """The choices where each parameter is on some ranks only."""
     with _clock(clocks[dist.get_rank() % 2]), mock.patch.object(roots, "decide", side_effect=roots.decide) as decide:
         edges.separate_meshes(ranks)
-    (call,) = decide.call_args_list
-    return {key: choice.solver.name for key, choice in roots.decide(*call.args).items()}
+        (call,) = decide.call_args_list
+        return {key: choice.solver.name for key, choice in roots.decide(*call.args).items()}
 
 
 @pytest.mark.parametrize(

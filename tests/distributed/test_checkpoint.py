@@ -147,6 +147,19 @@ def test_consolidated_equals_the_state_of_one_process(checkpoints: Checkpoints) 
         assert other["param_groups"] == one["param_groups"]
 
 
+def test_consolidated_small_state(checkpoints: Checkpoints) -> None:
+    """Roots and factors in other forms than the rest of the state."""
+    case = Case({"root_dtype": "bfloat16", "factors": "packed"}, steps=20)
+    path = checkpoints(saving.consolidate, "ddp2", case)
+    one, two = (
+        torch.load(checkpoints(saving.consolidate, way, case), weights_only=True)["opt"] for way in ("one", "ddp2")
+    )
+    torch.testing.assert_close(two["state"], one["state"], rtol=0, atol=0)
+    cases.assert_same(parameters([saving.resume_file("one", case, path)]), cases.alone(case))
+    with pytest.raises(ValueError, match="factors='packed'"):
+        saving.try_loading("one", cases.changed(case, factors="full"), path)
+
+
 # Refused.
 
 

@@ -23,6 +23,8 @@ CASES = [
     {"graft": "sgd", "momentum": 0.9, "nesterov": True, "betas": (0.0, 1.0)},
     {"graft": None, "beta3": 0.5},
     {"large_dim": "diagonal", "weight_decay": 0.1},
+    {"factors": "packed", "large_dim": "diagonal"},
+    {"factors": "packed", "graft": "sgd", "betas": (0.0, 1.0)},
     {"refresh": "staggered", "weight_decay": 0.1, "weight_decay_mode": "corrected"},
 ]
 

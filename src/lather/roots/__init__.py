@@ -15,7 +15,7 @@ from .eigh import Eigh
 from .higher_order import HigherOrder
 from .minimax import Minimax
 from .newton import Newton
-from .numerics import power, relative_ridge
+from .numerics import are_products_exact, power, products_in, relative_ridge
 from .qr import Qr
 from .spec import SOLVERS, parse, resolve, spell
 from .track import Track
@@ -34,12 +34,14 @@ __all__ = [
     "Root",
     "RootSolver",
     "Track",
+    "are_products_exact",
     "choose",
     "chosen",
     "decide",
     "measure",
     "parse",
     "power",
+    "products_in",
     "relative_ridge",
     "rescue",
     "resolve",

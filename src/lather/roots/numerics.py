@@ -19,21 +19,30 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
     A root spans the decades of its factor's spectrum; the ten bits of TF32 keep three of them.
     """
-    with torch.autocast(device.type, enabled=False), _ieee_products():
+    with torch.autocast(device.type, enabled=False), products_in("ieee"):
         yield
 
 
 @contextmanager
-def _ieee_products() -> Iterator[None]:
-    units: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
-    lowered = [(u, u.fp32_precision) for u in units if u.fp32_precision not in ("ieee", "none")]
+def products_in(precision: str | None) -> Iterator[None]:
+    """Float32 products are in "ieee" float32 or, on CUDA, in "tf32" inside; None leaves what the user has set."""
+    units: list[Any] = [torch.backends.cuda.matmul]
+    if precision == "ieee":
+        units.append(torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    already = {"ieee": ("ieee", "none"), "tf32": ("tf32",)}.get(precision or "")
+    changed = [(u, u.fp32_precision) for u in units if already and u.fp32_precision not in already]
     try:
-        for unit, _ in lowered:
-            unit.fp32_precision = "ieee"
+        for unit, _ in changed:
+            unit.fp32_precision = precision
         yield
     finally:
-        for unit, before in lowered:
+        for unit, before in changed:
             _restore(unit, before)
+
+
+def are_products_exact() -> bool:
+    """Whether the user has float32 products on CUDA in float32, as is the default."""
+    return torch.backends.cuda.matmul.fp32_precision in ("ieee", "none")
 
 
 def _restore(unit: Any, before: str) -> None:
@@ -44,18 +53,22 @@ def _restore(unit: Any, before: str) -> None:
 
 
 @contextmanager
-def _ieee_products_legacy() -> Iterator[None]:
+def _products_in_legacy(precision: str | None) -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision({"ieee": "highest", "tf32": "high"}.get(precision or "", before))
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
 
 
+def _are_products_exact_legacy() -> bool:
+    return torch.get_float32_matmul_precision() == "highest"
+
+
 # torch 2.9 brought precision per backend; from then on touching the old global setting warns.
 if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-    _ieee_products = _ieee_products_legacy
+    products_in, are_products_exact = _products_in_legacy, _are_products_exact_legacy
 
 
 def eye_like(a: Tensor) -> Tensor:

@@ -1,15 +1,16 @@
 """Methods on stacks of blocks. To add one: a file, and a line in this table."""
 
-from .base import Context, Due, Preconditioner, Stack, State, Transform
+from .base import Batch, Context, Due, Preconditioner, Stack, State, Transform
 from .diagonal import GRAFTS, Graft
 from .filter import filter_correction, filter_gradient, init_filter
-from .kronecker import Kronecker
+from .kronecker import Kronecker, factors_of
 
 PRECONDITIONERS: dict[str, Preconditioner] = {"shampoo": Kronecker()}
 
 __all__ = [
     "GRAFTS",
     "PRECONDITIONERS",
+    "Batch",
     "Context",
     "Due",
     "Graft",
@@ -17,6 +18,7 @@ __all__ = [
     "Stack",
     "State",
     "Transform",
+    "factors_of",
     "filter_correction",
     "filter_gradient",
     "init_filter",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -28,8 +28,8 @@ class Stack:
     compute: torch.dtype
     device: torch.device
 
-    def zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(self.n, *shape, dtype=self.dtype, device=self.device)
+    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.zeros(self.n, *shape, dtype=dtype or self.dtype, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,16 @@ class Due(NamedTuple):
     ctx: Context
 
 
+class Batch(ABC):
+    """Work on some slots of some stacks; ``reads`` is memory that it needs."""
+
+    reads: list[Tensor]
+
+    @abstractmethod
+    def __call__(self) -> list[tuple[int, Sequence[int], Tensor]]:
+        """The number of each stack, its slots, and whether they are ok."""
+
+
 class Transform(ABC):
     """A method on stacks: accumulates statistics on every step, and applies them on every step.
 
@@ -109,12 +119,21 @@ class Preconditioner(Transform):
         """As every transform's; into ``out`` if that is given."""
 
     @abstractmethod
+    def batches(self, due: Sequence[Due], exact: bool = False) -> Iterator[Batch]:
+        """A refresh in parts, each of which has what it needs when it is handed out and can be done later, once."""
+
     def refresh(self, due: Sequence[Due], exact: bool = False) -> list[Tensor]:
         """Recompute what is amortised for some slots of some stacks; returns for each ``[len(slots)]``, False where that failed.
 
         A slot that is not alive sits this out too: it keeps what it has, and that is no failure. ``exact``: by the slowest
         and surest way, for slots that failed before.
         """
+        done = [(number, ok) for batch in self.batches(due, exact) for number, _, ok in batch()]
+        return [torch.cat([ok for i, ok in done if i == number]) for number in range(len(due))]
+
+    @abstractmethod
+    def publish(self, state: State, slots: Sequence[int]) -> None:
+        """With ``refresh_delay``, put what was refreshed so many steps ago to use."""
 
     @abstractmethod
     def is_capturable(self, due: Sequence[Due]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from .. import options, roots
-from ..linalg import ema_, gram, gram_diagonal, mode_product, per_slot, positions, symmetrize
-from .base import Context, Due, Preconditioner, Stack, State
+from ..linalg import ema_, gram, gram_diagonal, mode_product, pack, per_slot, positions, symmetrize, unpack
+from .base import Batch, Context, Due, Preconditioner, Stack, State
 
 FULL = "full"
-LARGEST = 1 << 25  # elements of factors that are refreshed at a time: what bounds the memory for it
+LARGEST = 1 << 24  # elements of factors that are refreshed at a time: what bounds the memory for it
 
 
 @final
@@ -24,47 +24,56 @@ class Kronecker(Preconditioner):
 
     Under ``damping="relative"``, ``eps`` is times ``||(L_i / bc2)^2||_F^(1/2)``.
     A ``"diagonal"`` mode keeps the diagonal of its factor only. State: factors ``L0, L1, ...``, roots ``X0, X1, ...`` (zero
-    until the first refresh), and what the solver keeps for a warm start, such as a basis ``Q0``.
+    until the first refresh) in ``root_dtype``, and what the solver keeps for a warm start, such as a basis ``Q0``. Roots are
+    ``[n, d, d]``, or ``[n, d]`` if diagonal; so are factors, except that with ``factors="packed"`` those of full modes are
+    lower triangles ``[n, d (d + 1) / 2]``.
     """
 
     def init(self, stack: Stack, group: Mapping[str, Any]) -> State:
         state: State = {}
+        kept, packed = options.root_dtype(group), group["factors"] == "packed"
         for i, (d, mode) in enumerate(zip(stack.shape, stack.modes, strict=True)):
             if mode == FULL:
-                state[f"L{i}"] = stack.zeros(d, d)
-                state[f"X{i}"] = stack.zeros(d, d)
-                solver = roots.resolve(group["root"], d, stack.device, options.exponent(group, len(stack.shape)))
+                state[f"L{i}"] = stack.zeros(d * (d + 1) // 2) if packed else stack.zeros(d, d)
+                state[f"X{i}"] = stack.zeros(d, d, dtype=kept)
+                device = group["root_device"] or stack.device
+                solver = roots.resolve(group["root"], d, device, options.exponent(group, len(stack.shape)))
                 warm = solver.init(stack.n, d, stack.dtype, stack.device)
                 state |= {f"{role}{i}": value for role, value in warm.items()}
             else:
                 state[f"L{i}"] = stack.zeros(d)
-                state[f"X{i}"] = stack.zeros(d)
+                state[f"X{i}"] = stack.zeros(d, dtype=kept)
+        if group["refresh_delay"]:
+            state |= {f"Y{i}": torch.zeros_like(state[f"X{i}"]) for i in range(len(stack.shape))}
         return state
 
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
         beta2 = ctx.group["betas"][1]
         for i in range(grad.dim() - 1):
             factor = state[f"L{i}"]
-            new = gram(grad, i) if factor.dim() == 3 else gram_diagonal(grad, i)
+            new = gram(grad, i) if is_full(state, i) else gram_diagonal(grad, i)
+            new = pack(new) if is_packed(state, i) else new
             if beta2 == 1:
                 factor.add_(new)
             else:
                 ema_(factor, new, ctx.weight(beta2))
 
-    def refresh(self, due: Sequence[Due], exact: bool = False) -> list[Tensor]:
+    def batches(self, due: Sequence[Due], exact: bool = False) -> Iterator[Batch]:
         """Factors of one size are solved together, whatever block they belong to, in batches of bounded size."""
-        done = [
-            (number, ok)
-            for batch in _batches(due)
-            for number, ok in zip(batch, _refresh(batch.values(), exact), strict=True)
-        ]
-        return [torch.cat([ok for i, ok in done if i == number]) for number in range(len(due))]
+        for jobs in _batches(due):
+            yield _Batch(jobs, exact)
+
+    def publish(self, state: State, slots: Sequence[int]) -> None:
+        index = index_of(slots, state["X0"].device)
+        for i in range(_order(state)):
+            state[f"X{i}"][index] = state[f"Y{i}"][index]
 
     def is_capturable(self, due: Sequence[Due]) -> bool:
         for state, _, ctx in due:
             e, group = ctx.exponent(_order(state)), ctx.group
-            factors = (state[f"L{i}"] for i in range(_order(state)))
-            sizes = {a.shape[-1] for a in factors if a.dim() == 3}
+            if group["root_device"] or group["refresh_delay"]:
+                return False
+            sizes = {state[f"X{i}"].shape[-1] for i in range(_order(state)) if is_full(state, i)}
             if e and not all(roots.resolve(group["root"], d, ctx.alive.device, e).is_capturable for d in sizes):
                 return False
         return True
@@ -72,7 +81,7 @@ class Kronecker(Preconditioner):
     def ready(self, state: State) -> Tensor:
         """A root is positive definite, so its first diagonal element tells it from the zero it starts as."""
         first = state["X0"]
-        return (first[:, 0, 0] if first.dim() == 3 else first[:, 0]) != 0
+        return (first[:, 0, 0] if is_full(state, 0) else first[:, 0]) != 0
 
     def apply(self, state: State, u: Tensor, ctx: Context, out: Tensor | None = None) -> Tensor:
         order = u.dim() - 1
@@ -83,6 +92,21 @@ class Kronecker(Preconditioner):
         return u
 
 
+def is_full(state: State, mode: int) -> bool:
+    """Whether a mode has a whole factor; its root then is a matrix, whatever form the factor is kept in."""
+    return state[f"X{mode}"].dim() == 3
+
+
+def is_packed(state: State, mode: int) -> bool:
+    return is_full(state, mode) and state[f"L{mode}"].dim() == 2
+
+
+def factors_of(state: State, mode: int, index: Index) -> Tensor:
+    """The factors of some slots: ``[n, d, d]``, or ``[n, d]`` if diagonal."""
+    kept = state[f"L{mode}"][index]
+    return unpack(kept, state[f"X{mode}"].shape[-1]) if is_packed(state, mode) else kept
+
+
 class _Side:
     """The factors of one mode of some slots, and what comes of them."""
 
@@ -90,7 +114,7 @@ class _Side:
         self.mode, self.job, self.index = mode, job, index
         self.e = job.ctx.exponent(_order(job.state))
         correction = job.ctx.factor_correction()
-        a = job.state[f"L{mode}"][index].to(job.ctx.alive.dtype)
+        a = factors_of(job.state, mode, index).to(job.ctx.alive.dtype)
         if isinstance(correction, Tensor):
             correction = (correction[index] if correction.dim() else correction).to(a.dtype)
         self.a = a / per_slot(correction, a)
@@ -99,7 +123,12 @@ class _Side:
 
     @property
     def solver(self) -> roots.RootSolver:
-        return roots.resolve(self.job.ctx.group["root"], self.a.shape[-1], self.a.device, self.e)
+        return roots.resolve(self.job.ctx.group["root"], self.a.shape[-1], self.device, self.e)
+
+    @property
+    def device(self) -> torch.device:
+        """Where roots are computed."""
+        return torch.device(self.job.ctx.group["root_device"] or self.a.device)
 
     @property
     def alike(self) -> Any:
@@ -107,7 +136,7 @@ class _Side:
         return self.a.shape[1:], self.e, id(self.job.ctx.group)
 
     def warm(self, role: str) -> Tensor:
-        return self.job.state[f"{role}{self.mode}"][self.index].to(self.a.dtype)
+        return self.job.state[f"{role}{self.mode}"][self.index].to(self.device, self.a.dtype)
 
 
 Index = slice | Tensor
@@ -122,7 +151,7 @@ def _batches(due: Sequence[Due]) -> Iterator[dict[int, Due]]:
     batch: dict[int, Due] = {}
     room = LARGEST
     for number, job in enumerate(due):
-        size = sum(job.state[f"L{i}"][0].numel() for i in range(_order(job.state)))
+        size = sum(job.state[f"X{i}"][0].numel() for i in range(_order(job.state)))
         slots = list(job.slots)
         while slots:
             fit = max(room // size, 0 if batch else 1)
@@ -137,35 +166,45 @@ def _batches(due: Sequence[Due]) -> Iterator[dict[int, Due]]:
         yield batch
 
 
-def _refresh(batch: Iterable[Due], exact: bool) -> list[Tensor]:
-    jobs = list(batch)
-    indices = [_index(job) for job in jobs]
-    sides = [[_Side(i, job, index) for i in range(_order(job.state))] for job, index in zip(jobs, indices, strict=True)]
-    together: dict[Any, list[_Side]] = {}
-    for side in (side for each in sides for side in each):
-        if side.e == 0:
-            side.fresh["X"] = _identity_like(side.a)
-        elif side.a.dim() == 2:
-            _diagonal_root(side)
-        else:
-            together.setdefault(side.alike, []).append(side)
-    for alike in together.values():
-        _solve(alike, exact)
-    return [_publish(job, index, each) for job, index, each in zip(jobs, indices, sides, strict=True)]
+@final
+class _Batch(Batch):
+    def __init__(self, jobs: Mapping[int, Due], exact: bool) -> None:
+        self._jobs, self._exact = jobs, exact
+        self._indices = [index_of(job.slots, job.ctx.alive.device) for job in jobs.values()]
+        self._sides = [
+            [_Side(i, job, index) for i in range(_order(job.state))]
+            for job, index in zip(jobs.values(), self._indices, strict=True)
+        ]
+        self.reads = [side.a for sides in self._sides for side in sides]
+
+    def __call__(self) -> list[tuple[int, Sequence[int], Tensor]]:
+        together: dict[Any, list[_Side]] = {}
+        for side in (side for sides in self._sides for side in sides):
+            if side.e == 0:
+                side.fresh["X"] = _identity_like(side.a)
+            elif side.a.dim() == 2:
+                _diagonal_root(side)
+            else:
+                together.setdefault(side.alike, []).append(side)
+        for alike in together.values():
+            _solve(alike, self._exact)
+        return [
+            (number, job.slots, _publish(job, index, sides))
+            for (number, job), index, sides in zip(self._jobs.items(), self._indices, self._sides, strict=True)
+        ]
 
 
-def _index(job: Due) -> Index:
-    """The slots: as a slice if they follow each other, which copies nothing."""
-    first, last = job.slots[0], job.slots[-1]
-    if last - first + 1 == len(job.slots):
-        return slice(first, last + 1)
-    return positions(tuple(job.slots), job.ctx.alive.device)
+def index_of(slots: Sequence[int], device: torch.device) -> Index:
+    """Slots: as a slice if they follow each other, which copies nothing."""
+    if slots[-1] - slots[0] + 1 == len(slots):
+        return slice(slots[0], slots[-1] + 1)
+    return positions(tuple(slots), device)
 
 
 def _solve(sides: Sequence[_Side], exact: bool) -> None:
     """Roots of factors of one size, from the warm start if the solver has one."""
     group, e, solver = sides[0].job.ctx.group, sides[0].e, sides[0].solver
-    a = _joined([side.a for side in sides])
+    a = _joined([side.a.to(side.device) for side in sides])
     a = a if solver.sees_what_is_not_finite(a) and not exact else symmetrize(a)
     roles = solver.init(0, a.shape[-1], a.dtype, a.device)
     warm = {role: _joined([side.warm(role) for side in sides]) for role in roles}
@@ -174,9 +213,9 @@ def _solve(sides: Sequence[_Side], exact: bool) -> None:
     sizes = [len(side.a) for side in sides]
     for role, value in {"X": root.value, **warm}.items():
         for side, part in zip(sides, torch.split(value, sizes), strict=True):
-            side.fresh[role] = part
+            side.fresh[role] = part.to(side.a.device)
     for side, ok in zip(sides, torch.split(root.ok, sizes), strict=True):
-        side.ok = ok
+        side.ok = ok.to(side.a.device)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -184,7 +223,8 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _publish(job: Due, index: Index, sides: Sequence[_Side]) -> Tensor:
-    """Write the new roots of the slots that are ok and alive; a block takes all its new roots or none."""
+    """Write the new roots of the slots that are ok and alive; a block takes all its new roots or none. Roots that are used
+    later wait as ``Y``."""
     ok = sides[0].ok
     for side in sides:
         kept = job.state[f"X{side.mode}"].dtype
@@ -194,7 +234,9 @@ def _publish(job: Due, index: Index, sides: Sequence[_Side]) -> Tensor:
     alive = job.ctx.alive[index] > 0
     for side in sides:
         for role, value in side.fresh.items():
-            _put(job.state[f"{role}{side.mode}"], index, value, ok & alive)
+            old = job.state[f"{role}{side.mode}"]
+            new = job.state[f"Y{side.mode}"] if role == "X" and job.ctx.group["refresh_delay"] else old
+            new[index] = torch.where(per_slot(ok & alive, value), value.to(old.dtype), old[index])
     return ok | ~alive
 
 
@@ -212,8 +254,3 @@ def _diagonal_root(side: _Side) -> None:
     ridge = per_slot(_ridge(side.a, side.job.ctx.group), side.a)
     side.fresh["X"] = roots.power(side.a.double() + ridge, -side.e).to(side.a.dtype)
     side.ok = side.fresh["X"].isfinite().all(1)
-
-
-def _put(target: Tensor, index: Index, value: Tensor, ok: Tensor) -> None:
-    """Write the slots that are ok; the others keep what they have."""
-    target[index] = torch.where(per_slot(ok, value), value.to(target.dtype), target[index])

@@ -1,0 +1,48 @@
+"""Work beside the training: on a side stream of the device, or on the host in a thread of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+
+class Aside:
+    """Starts work that nobody waits for, until :meth:`finish`. On a CPU it is done at once: results are the same."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._pool: ThreadPoolExecutor | None = None
+        self._threads: list[Future[None]] = []
+
+    def start(self, work: Callable[[], None], reads: list[Tensor], threaded: bool) -> None:
+        """Do ``work`` after all that was launched so far. ``reads`` is memory that it needs for longer than its caller;
+        ``threaded``: it makes the host wait, so a thread does it."""
+        if self.stream is None:
+            work()
+            return
+        ready, stream = torch.cuda.current_stream(self.device).record_event(), self.stream
+        for tensor in reads:
+            tensor.record_stream(stream)
+
+        def run() -> None:
+            with torch.no_grad(), torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                work()
+
+        if threaded:
+            self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="lather")
+            self._threads.append(self._pool.submit(run))
+        else:
+            run()
+
+    def finish(self) -> None:
+        """What is launched from now on sees the results; raises what went wrong in a thread."""
+        threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.result()
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)

@@ -1,0 +1,105 @@
+"""Options that make the state smaller: packed factors are the same numbers, rounded roots nearly the same."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lather
+from lather.linalg import gram, pack, unpack
+
+SHAPES = [(12, 8), (12, 8), (7, 30), (3, 4, 5), (9,), (1, 4)]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sum": {"betas": (0.9, 1.0)},
+    "staggered": {"refresh": "staggered", "graft": None},
+    "diagonal": {"large_dim": "diagonal"},
+    "unmerged, newton": {"merge_dims": False, "root": "newton"},
+    "qr": {"root": "qr"},
+    "bfloat16": {"state_dtype": "bfloat16"},
+    "float64": {"state_dtype": "float64", "root_dtype": "bfloat16"},
+}
+
+
+def train(steps: int = 12, **options: Any) -> tuple[lather.Shampoo, list[Tensor]]:
+    """Gradients are small whole numbers, so that Gram products are exact, and symmetric however they are added up."""
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in SHAPES]
+    settings = {"lr": 0.05, "eps": 1e-3, "precondition_frequency": 3, "max_preconditioner_dim": 10} | options
+    opt = lather.Shampoo(params, precondition_1d=True, **settings)
+    for t in range(steps):
+        for i, p in enumerate(params):
+            p.grad = torch.randint(-3, 4, p.shape, generator=generator).float() if (t + i) % 5 else None
+        opt.step()
+    return opt, [p.detach() for p in params]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("d", [1, 2, 7, 33])
+def test_packing(d: int, dtype: torch.dtype) -> None:
+    a = gram(torch.randn(3, d, 40), 0).tril().to(dtype)
+    a = a + a.tril(-1).mT
+    row, column = torch.tril_indices(d, d)
+    assert torch.equal(pack(a), a[:, row, column])
+    assert torch.equal(unpack(pack(a), d), a)
+    assert unpack(pack(a)[:0], d).shape == (0, d, d)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_packed_factors_are_the_same_numbers(name: str) -> None:
+    (full, ours), (packed, theirs) = (train(**OPTIONS[name], factors=kind) for kind in ("full", "packed"))
+    assert all(map(torch.equal, ours, theirs))
+    for state, other in zip(full.state.values(), packed.state.values(), strict=True):
+        assert list(state) == list(other)
+        for key, x in state.items():
+            y = other[key]
+            assert torch.equal(pack(x[None])[0] if key[0] == "L" and x.dim() == 2 else x, y), key
+    assert packed.plan().memory["factors"] < full.plan().memory["factors"]
+
+
+@pytest.mark.parametrize("kept", ["bfloat16", "float16"])
+def test_rounded_roots_change_little(kept: str) -> None:
+    (_, exact), (opt, rounded) = train(), train(root_dtype=kept)
+    assert any(not torch.equal(x, y) for x, y in zip(exact, rounded, strict=True))
+    for x, y in zip(exact, rounded, strict=True):
+        assert (x - y).norm() <= 2e-2 * x.norm()
+    roots = [x for state in opt.state.values() for key, x in state.items() if key[0] == "X"]
+    assert {x.dtype for x in roots} == {getattr(torch, kept)}
+
+
+def test_a_root_that_overflows_where_it_is_kept_has_failed() -> None:
+    """(1e-12)^(-1/2) is more than float16 has; the block follows its graft."""
+    w, v = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    common = {"eps": 1e-12, "precondition_1d": True, "precondition_frequency": 1}
+    opts = [lather.Shampoo([w], root_dtype="float16", **common)]
+    opts += [lather.Shampoo([v], precondition_frequency=1)]
+    for p, opt in zip((w, v), opts, strict=True):
+        p.grad = torch.tensor([1.0, 0.0, 0.0, 0.0])
+        if p is w:
+            with pytest.warns(lather.NumericalWarning):
+                opt.step()
+        else:
+            opt.step()
+    assert torch.equal(w, v)
+
+
+SIZES: dict[str, tuple[dict[str, Any], float]] = {
+    "full": ({}, 6.0),
+    "packed": ({"factors": "packed"}, 5.0),
+    "bfloat16 roots": ({"root_dtype": "bfloat16"}, 5.0),
+    "both": ({"factors": "packed", "root_dtype": "bfloat16"}, 4.0),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_state_of_a_square_matrix(name: str) -> None:
+    """In sizes of the parameter: two factors, two roots, the filtered gradient and the graft's moment."""
+    options, expected = SIZES[name]
+    d = 256
+    w = torch.nn.Parameter(torch.zeros(d, d))
+    opt = lather.Shampoo([w], **options)
+    held = sum(x.nbytes for key, x in opt.state_dict()["state"][0].items() if key != "step")
+    assert opt.plan().state_bytes == held
+    triangle = 1 / d if "factors" in options else 0.0  # a triangle with its diagonal is a little more than half
+    assert held / w.nbytes == pytest.approx(expected + triangle, rel=1e-12)

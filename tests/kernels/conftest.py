@@ -1,0 +1,38 @@
+"""Kernels on the CPU, under Triton's interpreter, in small tiles.
+
+The interpreter has to be asked for before Triton is imported, so these tests have a process of their own, which
+tests/test_kernels.py starts. By hand: TRITON_INTERPRET=1 python -m pytest tests/kernels
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from lather import fleet, tables
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and tables.available()
+collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def _interpreter() -> Iterator[None]:
+    """A GPU divides by zero in silence."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fleets as on a GPU, with tiles so small that small blocks have several."""
+    suits = tables.suits
+    monkeypatch.setattr(tables, "suits", lambda device, *rest: suits("cuda", *rest))
+    monkeypatch.setattr(tables, "BLOCK", 256)
+    monkeypatch.setattr(tables, "REDUCE", 2)
+    for module in (tables, fleet):
+        monkeypatch.setattr(module, "SIDE", 16)
+        monkeypatch.setattr(module, "DEPTH", 16)
+    monkeypatch.setattr(fleet, "REDUCE", 2)

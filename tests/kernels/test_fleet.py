@@ -1,0 +1,256 @@
+"""Fleets against the textbook twin in float64, option by option, and what they must leave alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import lather
+from lather import tables
+from lather.fleet import Call, Fleet
+from lather.reference import Reference
+from lather.tables import Place
+
+# Blocks that are aligned or not, of one tile or several, cut by columns, of two modes, three, one and none.
+SHAPES = [(24, 16), (24, 16), (17, 35), (6, 4, 3, 3), (9,), (), (2, 3, 4, 3, 2)]
+# Statistics of few steps are rank deficient: eps is large, or rounding would decide.
+GIVEN = {"lr": 0.05, "eps": 0.3, "max_preconditioner_dim": 24, "precondition_frequency": 2}
+CASES = {
+    "plain": {},
+    "momentum": {"graft": "sgd", "momentum": 0.9, "nesterov": True, "betas": (0.0, 1.0)},
+    "no graft": {"graft": None},
+    "diagonal": {"large_dim": "diagonal", "weight_decay": 0.1},
+    "staggered": {"refresh": "staggered", "weight_decay": 0.1, "weight_decay_mode": "corrected"},
+    "l2": {
+        "weight_decay": 0.1, "weight_decay_mode": "l2", "maximize": True, "graft": "adagrad", "momentum": 0.5,
+        "dampening": 0.1,
+    },
+    "late": {"graft": "rmsprop", "large_dim": "adagrad", "start_preconditioning_step": 3},
+    "uncorrected": {"bias_correction": False, "betas": (0.9, 0.95), "weight_decay": 0.1},
+}  # fmt: skip
+
+
+def parameters(shapes=SHAPES, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def gradients(step, shapes=SHAPES, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def take(opt, params, grads):
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad
+    opt.step()
+    assert opt._units[0].fleets and not opt._units[0].alone
+
+
+def run(params, first, last, shapes=SHAPES, **options):
+    opt = lather.Shampoo(params, **GIVEN | options)
+    for step in range(first, last):
+        take(opt, params, gradients(step, shapes, params[0].dtype))
+    return opt
+
+
+def offsets_of(opt):
+    """When blocks are refreshed, as the twin wants to know it."""
+    if opt.param_groups[0]["refresh"] != "staggered":
+        return None
+    with torch.no_grad():
+        opt._prepare_together()
+    blocks = opt._plan.blocks
+    return {(blocks[i].param, blocks[i].index): o for i, o in opt._plan.offsets(0, opt._choices).items()}
+
+
+def pair(params, **options):
+    """An optimizer and its twin."""
+    given = GIVEN | options
+    opt = lather.Shampoo(params, **given)
+    return opt, Reference([p.detach().float() for p in params], offsets=offsets_of(opt), **given)
+
+
+def assert_close(got, expected, tolerance=1e-6):
+    for p, q in zip(got, expected, strict=True):
+        assert torch.linalg.vector_norm(p.detach().double() - q) <= tolerance * torch.linalg.vector_norm(q)
+
+
+def snapshot(opt):
+    return [(bank, {role: tensor.clone() for role, tensor in bank.state.items()}) for bank in opt._banks]
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_agrees_with_the_twin(options):
+    params = parameters()
+    opt, twin = pair(params, **options)
+    for step in range(1, 5):
+        take(opt, params, gradients(step))
+        twin.step(gradients(step))
+    assert_close(params, twin.params)
+
+
+@pytest.mark.parametrize("options", [CASES["momentum"], CASES["l2"] | {"betas": (0.9, 0.99)}], ids=["momentum", "l2"])
+def test_missing_gradients_and_memory_in_any_order(options):
+    params = parameters()
+    params[2] = torch.nn.Parameter(params[2].detach().t().contiguous().t())
+    params[3] = torch.nn.Parameter(params[3].detach().to(memory_format=torch.channels_last))
+    opt, twin = pair(params, **options)
+    for step in range(1, 6):
+        grads = gradients(step)
+        if step % 2:
+            grads[3] = grads[3].to(memory_format=torch.channels_last)
+        if step in (2, 3):
+            grads[step - 1] = grads[4] = None
+        take(opt, params, grads)
+        twin.step(grads)
+    assert_close(params, twin.params)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, 1e25])
+def test_a_gradient_that_is_not_finite_is_left_out(bad):
+    """Nor one whose square is not: its block keeps its bits and is counted, the others go on."""
+    params = parameters()
+    opt = run(params, 1, 3, momentum=0.9)
+    weights, state = [p.detach().clone() for p in params], snapshot(opt)
+    memory = opt.state[params[2]]["momentum"].clone()
+    grads = gradients(3)
+    grads[2][3, 20] = bad  # in the second block, of columns from 18 on
+    with pytest.warns(lather.NumericalWarning, match=r"params'\]\[2\]"):
+        take(opt, params, grads)
+    assert torch.equal(params[2][:, 18:], weights[2][:, 18:])
+    assert torch.equal(opt.state[params[2]]["momentum"][:, 18:], memory[:, 18:])
+    assert not any(torch.equal(p, q) for p, q in zip(params, weights, strict=True))
+    for bank, before in state:
+        for slot, block in enumerate(bank.blocks):
+            hit = block.param == 2 and block.region.start == (0, 18)
+            assert bank.counts[0, slot] == hit
+            assert torch.equal(bank.state["m"][slot], before["m"][slot]) == hit
+            assert all(torch.equal(bank.state[role][slot], before[role][slot]) for role in before) == hit
+    assert [found["skipped"] for found in opt.health().values()] == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_of_half_the_size(dtype):
+    """State is float32 whatever they are; they themselves are rounded once a step, by the interpreter to either side."""
+    params = parameters(dtype=dtype)
+    for step in range(1, 4):
+        before = [p.detach().clone() for p in params]
+        if step == 1:
+            opt, twin = pair(params, weight_decay=0.1, momentum=0.9)
+        for p, q in zip(twin.params, before, strict=True):
+            p.copy_(q)
+        take(opt, params, gradients(step, dtype=dtype))
+        twin.step(gradients(step, dtype=dtype))
+        for p, q in zip(params, twin.params, strict=True):
+            torch.testing.assert_close(p.detach().double(), q, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    assert all(t.dtype == torch.float32 for bank in opt._banks for t in bank.state.values() if t.is_floating_point())
+
+
+def test_learning_rate_on_the_device():
+    number, tensor = parameters(), parameters()
+    options = {"weight_decay": 0.1, "weight_decay_mode": "corrected"}
+    run(number, 1, 4, lr=0.03, **options)
+    run(tensor, 1, 4, lr=torch.tensor(0.03, dtype=torch.float64), **options)
+    assert all(torch.equal(p, q) for p, q in zip(number, tensor, strict=True))
+
+
+def test_numbers_change_between_steps():
+    params = parameters()
+    opt, twin = pair(params, momentum=0.5, weight_decay=0.1)
+    for step in range(1, 5):
+        changed = {"lr": 0.05 / step, "weight_decay": 0.1 * step, "momentum": 0.5 / step, "graft_eps": 1e-8 * step}
+        opt.param_groups[0].update(changed)
+        twin.options.update(changed)
+        take(opt, params, gradients(step))
+        twin.step(gradients(step))
+    assert_close(params, twin.params)
+
+
+def test_a_fleet_in_parts_gives_the_same_bits(monkeypatch):
+    whole, parts = parameters(), parameters()
+    assert len(run(whole, 1, 4)._units[0].fleets) == 1
+    monkeypatch.setattr(tables, "LARGEST", 400)
+    opt = run(parts, 1, 4)
+    fleets = opt._units[0].fleets
+    assert len(fleets) > 3 and max(fleet.n for fleet in fleets) < sum(len(bank.blocks) for bank in opt._banks)
+    assert any(part.n < len(part.bank.blocks) for fleet in fleets for part in fleet.parts)
+    assert all(torch.equal(p, q) for p, q in zip(whole, parts, strict=True))
+
+
+WHOLE = [(24, 16), (24, 16), (5, 20), (9,)]  # each is one block
+
+
+def travelling(opt, raw):
+    """The fleet of an optimizer, reading stacks unless ``raw``, and returning directions."""
+    fleet = opt._units[0].fleets[0]
+    parts = [
+        part
+        if raw
+        else replace(part, tensors=[i] * part.n, places=[Place(k * part.numel, (part.numel,), (1,)) for k in range(part.n)])
+        for i, part in enumerate(fleet.parts)
+    ]
+    return Fleet(parts, raw=raw, lands=False)
+
+
+@pytest.mark.parametrize("raw", [True, False], ids=["out", "in and out"])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.999)], ids=["filtered", "plain"])
+def test_gradients_from_stacks_and_directions_that_leave(raw, betas):
+    """What a fleet returns moves the parameters as a fleet does that moves them itself; a slot that sits out is NaN."""
+    params, others = parameters(WHOLE), parameters(WHOLE)
+    direct, opt = (lather.Shampoo(p, **GIVEN | {"betas": betas}) for p in (params, others))
+    with torch.no_grad():
+        opt._prepare_together()
+    fleet, group, steps = travelling(opt, raw), opt.param_groups[0], [0] * len(WHOLE)
+    scratch = {
+        role: torch.zeros(numel, dtype=dtype) for role, (dtype, numel) in tables.scratch(fleet.parts, group).items()
+    }
+    for step in range(1, 5):
+        grads = gradients(step, WHOLE)
+        if step == 3:
+            grads[1] = None
+        take(direct, params, grads)
+        steps = [t + (grad is not None) for t, grad in zip(steps, grads, strict=True)]
+        filled = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(others, grads, strict=True)]
+        stacks = [torch.stack([filled[block.param] for block in part.blocks]) for part in fleet.parts]
+        call = Call(
+            group=group,
+            steps=[steps[i] for i in fleet.params],
+            active=[grads[i] is not None for i in fleet.params],
+            offsets=None,
+            scratch=scratch,
+            sources=[filled[i] for i in fleet.members] if raw else stacks,
+            params=[others[i].detach() for i in fleet.members] if raw else (),
+        )
+        with torch.no_grad():
+            directions = fleet.update(call)
+            for i, part in enumerate(fleet.parts):
+                for block, direction in zip(part.blocks, fleet.stack(directions, i), strict=True):
+                    assert direction.isnan().all() == direction.isnan().any() == (grads[block.param] is None)
+                    others[block.param].sub_(GIVEN["lr"] * direction.nan_to_num())
+    assert_close(others, [p.detach().double() for p in params], 2e-7)
+
+
+@pytest.mark.parametrize("size", [1e-15, 1.0, 1e15])
+@pytest.mark.parametrize(("precision", "low", "high"), [("highest", 0, 1e-6), ("high", 1e-5, 1e-3)])
+def test_factors(size, precision, low, high):
+    """Products of gradients in two halves are as good as float32, in one as TF32; neither depends on the scale."""
+    shapes = [(40, 24), (16, 32), (7, 20)]
+    params, grads = parameters(shapes), [size * grad for grad in gradients(1, shapes)]
+    opt = lather.Shampoo(params, **GIVEN | {"max_preconditioner_dim": 64, "precondition_frequency": 9})
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        take(opt, params, grads)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for bank in opt._banks:
+        for slot, block in enumerate(bank.blocks):
+            g = grads[block.param].double()
+            for role, exact in (("L0", g @ g.mT), ("L1", g.mT @ g)):
+                factor, exact = bank.state[role][slot], exact * (1 - 0.999)
+                torch.testing.assert_close(factor, factor.mT, rtol=1e-5, atol=0.1 * high * factor.abs().max().item())
+                error = torch.linalg.vector_norm(factor - exact) / torch.linalg.vector_norm(exact)
+                assert low <= error <= high

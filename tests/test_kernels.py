@@ -1,0 +1,47 @@
+"""Starts the tests of kernels in a process where Triton interprets them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SECONDS = 600  # it takes about 40
+
+
+def measured() -> list[str]:
+    """How to run a module so that its lines are counted, if ours are: beside our own counts, which are combined at the end."""
+    coverage = sys.modules.get("coverage")
+    if coverage is None or coverage.Coverage.current() is None:
+        return []
+    return ["-m", "coverage", "run", "--parallel-mode", f"--rcfile={ROOT / 'pyproject.toml'}"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which there is for Linux")
+def test_kernels_under_the_interpreter():
+    job = subprocess.run(
+        [
+            sys.executable,
+            *measured(),
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "tests/kernels",
+        ],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+        | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert job.returncode == 0 and " passed" in job.stdout, job.stdout + job.stderr
