@@ -8,6 +8,7 @@ step to step lies in buffers on the device, so that the launches, always the sam
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from . import rules
 from .bank import Refresh, due_slots, graft_of, late_slots, preconditioner_of, refresh, started_slots
-from .linalg import from_host
+from .linalg import from_host, holding
 from .roots import are_products_exact
 from .tables import DEPTH, REDUCE, SIDE, Group, Part, Tables, keeps_plain, plane_of, starts
 from .transforms import Context, filter_correction
@@ -356,34 +357,41 @@ class Graphs:
 
     def __init__(self) -> None:
         self._seen: set[Hashable] = set()
-        self._graphs: dict[Hashable, tuple[Any, Tensor | None]] = {}
+        self._graphs: dict[Hashable, tuple[Any, Tensor | None, list[Tensor]]] = {}
         self._pool: Any = None
+        self._enabled = True
 
     def run(self, key: Hashable, launch: Callable[[], Tensor | None]) -> Tensor | None:
-        if key in self._graphs:
-            graph, out = self._graphs[key]
-            graph.replay()
-            return out
-        if key not in self._seen or len(self._seen) > self.MOST or torch.cuda.is_current_stream_capturing():
+        if key not in self._graphs:
+            first = key not in self._seen
             self._seen.add(key)
-            return launch()
-        graph, out = self._graphs[key] = self._capture(launch)
+            if first or not self._enabled or len(self._seen) > self.MOST or torch.cuda.is_current_stream_capturing():
+                return launch()
+            try:
+                self._graphs[key] = self._capture(launch)
+            except RuntimeError as error:  # nothing was launched yet
+                self._enabled = False
+                warnings.warn(f"CUDA graphs are not used, for a capture failed: {error}", stacklevel=2)
+                return launch()
+        graph, out, _ = self._graphs[key]
         graph.replay()
         return out
 
-    def _capture(self, launch: Callable[[], Tensor | None]) -> tuple[Any, Tensor | None]:
-        """Not by ``torch.cuda.graph``, which collects garbage and empties the cache of memory first."""
+    def _capture(self, launch: Callable[[], Tensor | None]) -> tuple[Any, Tensor | None, list[Tensor]]:
+        """A graph, what it returns, and what else it needs. Not by ``torch.cuda.graph``, which collects garbage and empties
+        the cache of memory first."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        needed: list[Tensor] = []
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), holding(needed):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 out = launch()
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        return graph, out
+        return graph, out, needed
 
 
 def side_by_side(works: Sequence[Callable[[], object]]) -> None:

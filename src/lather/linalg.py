@@ -6,7 +6,8 @@ that hold different stacks rely on it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import cast, overload
 
@@ -28,9 +29,30 @@ def from_host(values: Sequence[float], like: Tensor, dtype: torch.dtype | None =
     return torch.tensor(values, dtype=dtype, device="cpu").to(like.device, non_blocking=True)
 
 
-@lru_cache(maxsize=4096)
 def positions(slots: tuple[int, ...], device: torch.device) -> Tensor:
     """An index on the device, which is there from the second time on: CUDA graphs cannot copy from the host."""
+    index = _positions(slots, device)
+    if _held is not None:
+        _held.append(index)
+    return index
+
+
+@contextmanager
+def holding(found: list[Tensor]) -> Iterator[None]:
+    """Collect the indices that are used inside: a graph needs them as long as it lives, the cache may drop them."""
+    global _held
+    _held = found
+    try:
+        yield
+    finally:
+        _held = None
+
+
+_held: list[Tensor] | None = None
+
+
+@lru_cache(maxsize=4096)
+def _positions(slots: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(slots, device="cpu").to(device, non_blocking=True)
 
 

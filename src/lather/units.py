@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -111,7 +112,7 @@ class Unit:
         directions = None
         if any(active):
             call = self._call(fleet, numbers, active, received, step)
-            with torch.autocast(fleet.device.type, enabled=False), products_in(products(call.group)):
+            with _on(fleet.device), torch.autocast(fleet.device.type, enabled=False), products_in(products(call.group)):
                 directions = fleet.update(call)
             if fleet.lands:
                 torch.autograd.graph.increment_version(call.params)  # kernels write behind autograd's back
@@ -169,8 +170,14 @@ class Unit:
 def _update(bank: Bank, grads: Tensor, active: Sequence[bool], step: Step) -> Tensor:
     steps = [step.counts[block.param] for block in bank.blocks]
     group = step.groups[bank.key.group]
-    with torch.autocast(bank.stack.device.type, enabled=False), products_in(products(group)):
+    device = bank.stack.device
+    with _on(device), torch.autocast(device.type, enabled=False), products_in(products(group)):
         return bank.update(grads, steps, active, step.offsets(bank.key), group)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _boxes(stack: Tensor, run: Run) -> Tensor:

@@ -14,7 +14,7 @@ from lather.reference import Reference
 from lather.tables import Place
 
 # Blocks that are aligned or not, of one tile or several, cut by columns, of two modes, three, one and none.
-SHAPES = [(24, 16), (24, 16), (17, 35), (6, 4, 3, 3), (9,), (), (2, 3, 4, 3, 2)]
+SHAPES = [(24, 16), (24, 16), (9, 35), (6, 4, 3, 3), (9,), (), (2, 3, 4, 3, 2)]
 # Statistics of few steps are rank deficient: eps is large, or rounding would decide.
 GIVEN = {"lr": 0.05, "eps": 0.3, "max_preconditioner_dim": 24, "precondition_frequency": 2}
 CASES = {
@@ -86,7 +86,7 @@ def snapshot(opt):
 def test_agrees_with_the_twin(options):
     params = parameters()
     opt, twin = pair(params, **options)
-    for step in range(1, 5):
+    for step in range(1, 4):
         take(opt, params, gradients(step))
         twin.step(gradients(step))
     assert_close(params, twin.params)
@@ -98,7 +98,7 @@ def test_missing_gradients_and_memory_in_any_order(options):
     params[2] = torch.nn.Parameter(params[2].detach().t().contiguous().t())
     params[3] = torch.nn.Parameter(params[3].detach().to(memory_format=torch.channels_last))
     opt, twin = pair(params, **options)
-    for step in range(1, 6):
+    for step in range(1, 5):
         grads = gradients(step)
         if step % 2:
             grads[3] = grads[3].to(memory_format=torch.channels_last)
@@ -136,7 +136,7 @@ def test_a_gradient_that_is_not_finite_is_left_out(bad):
 def test_parameters_of_half_the_size(dtype):
     """State is float32 whatever they are; they themselves are rounded once a step, by the interpreter to either side."""
     params = parameters(dtype=dtype)
-    for step in range(1, 4):
+    for step in range(1, 3):
         before = [p.detach().clone() for p in params]
         if step == 1:
             opt, twin = pair(params, weight_decay=0.1, momentum=0.9)
@@ -152,15 +152,15 @@ def test_parameters_of_half_the_size(dtype):
 def test_learning_rate_on_the_device():
     number, tensor = parameters(), parameters()
     options = {"weight_decay": 0.1, "weight_decay_mode": "corrected"}
-    run(number, 1, 4, lr=0.03, **options)
-    run(tensor, 1, 4, lr=torch.tensor(0.03, dtype=torch.float64), **options)
+    run(number, 1, 3, lr=0.03, **options)
+    run(tensor, 1, 3, lr=torch.tensor(0.03, dtype=torch.float64), **options)
     assert all(torch.equal(p, q) for p, q in zip(number, tensor, strict=True))
 
 
 def test_numbers_change_between_steps():
     params = parameters()
     opt, twin = pair(params, momentum=0.5, weight_decay=0.1)
-    for step in range(1, 5):
+    for step in range(1, 4):
         changed = {"lr": 0.05 / step, "weight_decay": 0.1 * step, "momentum": 0.5 / step, "graft_eps": 1e-8 * step}
         opt.param_groups[0].update(changed)
         twin.options.update(changed)
@@ -171,16 +171,16 @@ def test_numbers_change_between_steps():
 
 def test_a_fleet_in_parts_gives_the_same_bits(monkeypatch):
     whole, parts = parameters(), parameters()
-    assert len(run(whole, 1, 4)._units[0].fleets) == 1
+    assert len(run(whole, 1, 3)._units[0].fleets) == 1
     monkeypatch.setattr(tables, "LARGEST", 400)
-    opt = run(parts, 1, 4)
+    opt = run(parts, 1, 3)
     fleets = opt._units[0].fleets
     assert len(fleets) > 3 and max(fleet.n for fleet in fleets) < sum(len(bank.blocks) for bank in opt._banks)
     assert any(part.n < len(part.bank.blocks) for fleet in fleets for part in fleet.parts)
     assert all(torch.equal(p, q) for p, q in zip(whole, parts, strict=True))
 
 
-WHOLE = [(24, 16), (24, 16), (5, 20), (9,)]  # each is one block
+WHOLE = [(20, 12), (20, 12), (5, 9), (9,)]  # each is one block
 
 
 def travelling(opt, raw):
@@ -207,9 +207,9 @@ def test_gradients_from_stacks_and_directions_that_leave(raw, betas):
     scratch = {
         role: torch.zeros(numel, dtype=dtype) for role, (dtype, numel) in tables.scratch(fleet.parts, group).items()
     }
-    for step in range(1, 5):
+    for step in range(1, 4):
         grads = gradients(step, WHOLE)
-        if step == 3:
+        if step == 2:
             grads[1] = None
         take(direct, params, grads)
         steps = [t + (grad is not None) for t, grad in zip(steps, grads, strict=True)]

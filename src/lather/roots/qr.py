@@ -12,9 +12,8 @@ from torch import Tensor
 from ..linalg import per_slot, symmetrize
 from .base import Basis, EigenSolver, Root, lift, settle
 from .eigh import decompose
+from .firstorder import correction, coupling, diagonal
 from .numerics import eye_like, normalize, power
-
-CAP = 0.5
 
 
 class Frame(NamedTuple):
@@ -65,8 +64,8 @@ class Qr(EigenSolver):
         a, scale = normalize(a)
         ridge = per_slot(eps, a) / scale
         q, s, residual = self._frame(a, ridge, state)
-        values = lift(_diagonal(s), scale, eps)
-        h = eye_like(a) + _first_order(values, _coupling(s, ridge), e)
+        values = lift(diagonal(s), scale, eps)
+        h = eye_like(a) + correction(values, coupling(s, ridge, floor=a.shape[-1]), e)
         y = q * power(values, -e / 2).to(a.dtype)[:, None, :]
         positive = torch.linalg.cholesky_ex(h).info == 0
         return Root(symmetrize(y @ h @ y.mT), positive, residual)
@@ -74,7 +73,7 @@ class Qr(EigenSolver):
     def _basis(self, a: Tensor, state: dict[str, Tensor]) -> Basis:
         a, scale = normalize(a)
         q, s, residual = self._frame(a, torch.zeros_like(scale), state)
-        return Basis(q, _diagonal(s) * scale.squeeze(-1), torch.isfinite(residual), residual)
+        return Basis(q, diagonal(s) * scale.squeeze(-1), torch.isfinite(residual), residual)
 
     def _frame(self, a: Tensor, ridge: Tensor, state: dict[str, Tensor]) -> Frame:
         """The new basis, which also becomes the warm start."""
@@ -82,7 +81,7 @@ class Qr(EigenSolver):
         for _ in range(self.iterations):
             q = _round(a, q)
         q, s = _project(a, q)
-        residual = torch.linalg.vector_norm(_coupling(s, ridge), dim=2).amax(1)
+        residual = torch.linalg.vector_norm(coupling(s, ridge, floor=a.shape[-1]), dim=2).amax(1)
         frame = self._rescued(a, Frame(q, s, residual))
         state["Q"] = settle(frame.q, torch.isfinite(frame.residual))[0]
         return frame
@@ -110,39 +109,6 @@ def _round(a: Tensor, q: Tensor) -> Tensor:
 def _project(a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """`q` and `q^T a q` with the diagonal in descending order."""
     s = symmetrize(q.mT @ (a @ q))
-    order = _diagonal(s).argsort(dim=1, descending=True, stable=True)
+    order = diagonal(s).argsort(dim=1, descending=True, stable=True)
     s = s.take_along_dim(order[:, :, None], 1).take_along_dim(order[:, None, :], 2)
     return q.take_along_dim(order[:, None, :], 2), s
-
-
-def _coupling(s: Tensor, ridge: Tensor) -> Tensor:
-    """`K` [n, d, d]: the off-diagonal of `s` relative to its diagonal plus `ridge` [n, 1, 1], which is not
-    resolved below `d` roundings of the largest eigenvalue."""
-    values = _diagonal(s)
-    noise = s.shape[-1] * torch.finfo(s.dtype).eps * values.amax(1, keepdim=True)
-    values = values - values.amin(1, keepdim=True).clamp(max=0.0) + ridge.squeeze(-1)
-    w = torch.maximum(values, noise).sqrt().reciprocal()
-    k = s * w[:, :, None] * w[:, None, :]
-    return k - torch.diag_embed(_diagonal(k))
-
-
-def _first_order(values: Tensor, k: Tensor, e: float) -> Tensor:
-    """`phi * k`, capped, for ridged eigenvalues [n, d] in float64.
-
-    `phi = (g_j/g_i - g_i/g_j) / (t_j/t_i - t_i/t_j)`, `g = values^(-e/2)`, `t = values^(1/2)`. It is even in
-    `r`, so up to `r = eps_machine^(1/3)` its limit `-e` is as accurate as the quotient is beyond.
-    """
-    top = _antisymmetric_ratio(power(values, -e / 2).to(k.dtype))
-    bottom = _antisymmetric_ratio(power(values, 0.5).to(k.dtype))
-    near = bottom.abs() < torch.finfo(k.dtype).eps ** (1 / 3)
-    phi = torch.where(near, -e, top / bottom)
-    return (phi * k).clamp(-CAP, CAP)
-
-
-def _antisymmetric_ratio(x: Tensor) -> Tensor:
-    q = x[:, None, :] / x[:, :, None]
-    return q - q.mT
-
-
-def _diagonal(a: Tensor) -> Tensor:
-    return a.diagonal(dim1=1, dim2=2)
