@@ -183,7 +183,8 @@ class Plan:
         if key not in self._offsets:
             numbers = [i for i, b in enumerate(self.blocks) if b.modes and self.specs[b.param].group == group]
             costs = self._refresh_costs(numbers, options, choices)
-            self._offsets[key] = dict(zip(numbers, assign.greedy(costs, frequency), strict=True))
+            shapes = [self.blocks[i].shape for i in numbers]  # alike, they are refreshed by the same operations
+            self._offsets[key] = dict(zip(numbers, assign.stagger(costs, frequency, shapes), strict=True))
         return self._offsets[key]
 
     def _refresh_costs(self, numbers: Sequence[int], options: Mapping[str, Any], choices: Choices) -> list[float]:

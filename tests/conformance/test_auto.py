@@ -286,12 +286,12 @@ def staggered(choices, root="auto"):
 
 def test_refreshes_are_balanced_by_what_was_measured(clock):
     choices = {(d, 0.25): auto.Choice(Minimax(), {"minimax": ms}) for d, ms in ((64, 1.0), (48, 1.0))}
-    assert staggered({}) == [0, 1, 1, 1]  # by operations, of which the first has more than two of the others
+    assert staggered({}) == [1, 0, 0, 0]  # by operations, of which the first has more than two of the others
     assert sorted(staggered(choices)) == [0, 0, 1, 1]
     choices[64, 0.25] = auto.Choice(Minimax(), {"minimax": 3.1})
-    assert staggered(choices) == [0, 1, 1, 1]
+    assert staggered(choices) == [1, 0, 0, 0]
     choices[64, 0.25] = auto.Choice(Minimax(), {"minimax": 0.4})
-    assert staggered(choices) == [1, 0, 1, 0]
+    assert staggered(choices) == [1, 0, 0, 1]
     assert staggered(choices, "eigh") == staggered({}, "eigh")
     del choices[48, 0.25]
     assert staggered(choices) == staggered({})

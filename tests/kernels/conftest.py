@@ -30,7 +30,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fleets as on a GPU, with tiles so small that small blocks have several."""
     suits = tables.suits
     monkeypatch.setattr(tables, "suits", lambda device, *rest: suits("cuda", *rest))
-    monkeypatch.setattr(tables, "BLOCK", 256)
+    monkeypatch.setattr(tables, "BLOCK", 128)
     monkeypatch.setattr(tables, "REDUCE", 2)
     for module in (tables, fleet):
         monkeypatch.setattr(module, "SIDE", 16)

@@ -14,7 +14,8 @@ from lather.reference import Reference
 from lather.tables import Place
 
 # Blocks that are aligned or not, of one tile or several, cut by columns, of two modes, three, one and none.
-SHAPES = [(24, 16), (24, 16), (9, 35), (6, 4, 3, 3), (9,), (), (2, 3, 4, 3, 2)]
+SHAPES = [(24, 8), (24, 8), (7, 31), (6, 4, 3, 3), (9,), (), (2, 3, 4, 3, 2)]
+WHOLE = [(20, 12), (20, 12), (5, 9), (9,)]  # each is one block
 # Statistics of few steps are rank deficient: eps is large, or rounding would decide.
 GIVEN = {"lr": 0.05, "eps": 0.3, "max_preconditioner_dim": 24, "precondition_frequency": 2}
 CASES = {
@@ -28,6 +29,7 @@ CASES = {
         "dampening": 0.1,
     },
     "late": {"graft": "rmsprop", "large_dim": "adagrad", "start_preconditioning_step": 3},
+    "packed": {"factors": "packed", "damping": "relative"},
     "uncorrected": {"bias_correction": False, "betas": (0.9, 0.95), "weight_decay": 0.1},
 }  # fmt: skip
 
@@ -109,6 +111,23 @@ def test_missing_gradients_and_memory_in_any_order(options):
     assert_close(params, twin.params)
 
 
+@pytest.mark.xfail(reason="tables keep the strides that parameters had, and gradients are given those of empty_like")
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_parameters_that_lie_in_memory_otherwise(when):
+    """A slice, which is not dense; and a parameter that is given another memory format between steps."""
+    shapes = [(8, 16), (6, 4, 3, 3)]
+    params = parameters(shapes)
+    if when == "before":
+        params[0] = torch.nn.Parameter(torch.cat([params[0].detach(), torch.zeros(8, 16)], 1)[:, :16])
+    opt, twin = pair(params, momentum=0.9)
+    for step in range(1, 5):
+        if when == "between" and step == 3:
+            params[1].data = params[1].data.to(memory_format=torch.channels_last)
+        take(opt, params, gradients(step, shapes))
+        twin.step(gradients(step, shapes))
+    assert_close(params, twin.params)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, 1e25])
 def test_a_gradient_that_is_not_finite_is_left_out(bad):
     """Nor one whose square is not: its block keeps its bits and is counted, the others go on."""
@@ -117,15 +136,15 @@ def test_a_gradient_that_is_not_finite_is_left_out(bad):
     weights, state = [p.detach().clone() for p in params], snapshot(opt)
     memory = opt.state[params[2]]["momentum"].clone()
     grads = gradients(3)
-    grads[2][3, 20] = bad  # in the second block, of columns from 18 on
+    grads[2][3, 20] = bad  # in the second block, of columns from 16 on
     with pytest.warns(lather.NumericalWarning, match=r"params'\]\[2\]"):
         take(opt, params, grads)
-    assert torch.equal(params[2][:, 18:], weights[2][:, 18:])
-    assert torch.equal(opt.state[params[2]]["momentum"][:, 18:], memory[:, 18:])
+    assert torch.equal(params[2][:, 16:], weights[2][:, 16:])
+    assert torch.equal(opt.state[params[2]]["momentum"][:, 16:], memory[:, 16:])
     assert not any(torch.equal(p, q) for p, q in zip(params, weights, strict=True))
     for bank, before in state:
         for slot, block in enumerate(bank.blocks):
-            hit = block.param == 2 and block.region.start == (0, 18)
+            hit = block.param == 2 and block.region.start == (0, 16)
             assert bank.counts[0, slot] == hit
             assert torch.equal(bank.state["m"][slot], before["m"][slot]) == hit
             assert all(torch.equal(bank.state[role][slot], before[role][slot]) for role in before) == hit
@@ -150,10 +169,10 @@ def test_parameters_of_half_the_size(dtype):
 
 
 def test_learning_rate_on_the_device():
-    number, tensor = parameters(), parameters()
+    number, tensor = parameters(WHOLE), parameters(WHOLE)
     options = {"weight_decay": 0.1, "weight_decay_mode": "corrected"}
-    run(number, 1, 3, lr=0.03, **options)
-    run(tensor, 1, 3, lr=torch.tensor(0.03, dtype=torch.float64), **options)
+    run(number, 1, 3, WHOLE, lr=0.03, **options)
+    run(tensor, 1, 3, WHOLE, lr=torch.tensor(0.03, dtype=torch.float64), **options)
     assert all(torch.equal(p, q) for p, q in zip(number, tensor, strict=True))
 
 
@@ -172,15 +191,12 @@ def test_numbers_change_between_steps():
 def test_a_fleet_in_parts_gives_the_same_bits(monkeypatch):
     whole, parts = parameters(), parameters()
     assert len(run(whole, 1, 3)._units[0].fleets) == 1
-    monkeypatch.setattr(tables, "LARGEST", 400)
+    monkeypatch.setattr(tables, "LARGEST", 200)
     opt = run(parts, 1, 3)
     fleets = opt._units[0].fleets
     assert len(fleets) > 3 and max(fleet.n for fleet in fleets) < sum(len(bank.blocks) for bank in opt._banks)
     assert any(part.n < len(part.bank.blocks) for fleet in fleets for part in fleet.parts)
     assert all(torch.equal(p, q) for p, q in zip(whole, parts, strict=True))
-
-
-WHOLE = [(20, 12), (20, 12), (5, 9), (9,)]  # each is one block
 
 
 def travelling(opt, raw):
@@ -189,14 +205,15 @@ def travelling(opt, raw):
     parts = [
         part
         if raw
-        else replace(part, tensors=[i] * part.n, places=[Place(k * part.numel, (part.numel,), (1,)) for k in range(part.n)])
+        else replace(
+            part, tensors=[i] * part.n, places=[Place(k * part.numel, (part.numel,), (1,)) for k in range(part.n)]
+        )
         for i, part in enumerate(fleet.parts)
     ]
     return Fleet(parts, raw=raw, lands=False)
 
 
-@pytest.mark.parametrize("raw", [True, False], ids=["out", "in and out"])
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.999)], ids=["filtered", "plain"])
+@pytest.mark.parametrize(("raw", "betas"), [(True, (0.9, 0.999)), (False, (0.0, 0.999))], ids=["out", "in and out"])
 def test_gradients_from_stacks_and_directions_that_leave(raw, betas):
     """What a fleet returns moves the parameters as a fleet does that moves them itself; a slot that sits out is NaN."""
     params, others = parameters(WHOLE), parameters(WHOLE)

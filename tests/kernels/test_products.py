@@ -34,7 +34,7 @@ def distance(x, y):
     return (torch.linalg.vector_norm(x - y) / torch.linalg.vector_norm(y)).item()
 
 
-@pytest.mark.parametrize("d", [1, 40, 64, 100])
+@pytest.mark.parametrize("d", [1, 40, 100])
 def test_split_and_joined(d):
     x, scale = torch.randn(2, d, d), torch.tensor([2.0, 0.25])
     encoded = products.encode(x, scale)
@@ -51,7 +51,9 @@ def test_split_and_joined(d):
 def test_norms_and_combinations(d):
     x, y, terms = symmetric(2, d), symmetric(2, d), torch.randn(5, 2)
     a, b = halves(x), halves(y)
-    torch.testing.assert_close(products.frobenius(a).double(), torch.linalg.vector_norm(x, dim=(1, 2)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        products.frobenius(a).double(), torch.linalg.vector_norm(x, dim=(1, 2)), rtol=1e-6, atol=0
+    )
     t, eye = terms.double()[:, :, None, None], torch.eye(d)
     first, second = products.combine(a, b, terms)
     assert distance(whole(first, d), t[0] * x + t[1] * eye) < EXACT
@@ -94,9 +96,7 @@ def factors(sizes, d=40):
     return (q * values) @ q.mT * torch.tensor(sizes, dtype=torch.float64)[:, None, None]
 
 
-@pytest.mark.parametrize(
-    ("e", "eps"), [(0.25, 1e-12), (0.5, 1e-12), (0.75, 1e-12), (0.25, (1e-6, 1e-26, 1e-3))], ids=str
-)
+@pytest.mark.parametrize(("e", "eps"), [(0.75, 1e-12), (0.25, (1e-6, 1e-26, 1e-3))], ids=str)
 def test_minimax_in_halves(e, eps, in_halves):
     """As good as in float32 at any scale, with one ridge for all or one for each, and for a factor of zeros."""
     a, eps = factors([1.0, 1e-20, 0.0]).float(), eps if isinstance(eps, float) else torch.tensor(eps)
