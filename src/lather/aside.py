@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
@@ -18,14 +18,14 @@ class Aside:
         self._pool: ThreadPoolExecutor | None = None
         self._threads: list[Future[None]] = []
 
-    def start(self, work: Callable[[], None], reads: list[Tensor], threaded: bool) -> None:
-        """Do ``work`` after all that was launched so far. ``reads`` is memory that it needs for longer than its caller;
+    def start(self, work: Callable[[], None], touches: list[Tensor], threaded: bool) -> None:
+        """Do ``work`` after all that was launched so far. ``touches`` is memory that it needs, maybe for longer than its owner;
         ``threaded``: it makes the host wait, so a thread does it."""
         if self.stream is None:
             work()
             return
         ready, stream = torch.cuda.current_stream(self.device).record_event(), self.stream
-        for tensor in reads:
+        for tensor in touches:
             tensor.record_stream(stream)
 
         def run() -> None:
@@ -42,6 +42,7 @@ class Aside:
     def finish(self) -> None:
         """What is launched from now on sees the results; raises what went wrong in a thread."""
         threads, self._threads = self._threads, []
+        wait(threads)
         for thread in threads:
             thread.result()
         if self.stream is not None:

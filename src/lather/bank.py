@@ -182,6 +182,9 @@ class Refresh:
 def refresh(method: Preconditioner, due: Sequence[Refresh], aside: Aside | None = None) -> None:
     """Refresh all that is due, a few of the slots that failed the last time by eigh, and count failures in a row; ``aside``
     of the training, if that is given."""
+    if aside is not None:  # options may change before the work is done
+        group = dict(due[0].ctx.group)
+        due = [replace(job, ctx=replace(job.ctx, group=group)) for job in due]
     hard = [[slot for slot in job.slots if slot in job.failing][:RESCUES] for job in due]
     easy = [[slot for slot in job.slots if slot not in some] for job, some in zip(due, hard, strict=True)]
     for parts, exact in ((easy, False), (hard, True)):
@@ -191,7 +194,8 @@ def refresh(method: Preconditioner, due: Sequence[Refresh], aside: Aside | None 
             if aside is None:
                 work()
             else:
-                aside.start(work, batch.reads, threaded=bool(due[0].ctx.group["root_device"]))
+                touched = [*batch.reads, *(job.failed for job in due)]
+                aside.start(work, touched, threaded=bool(due[0].ctx.group["root_device"]))
 
 
 def _do(batch: Batch, jobs: Sequence[Refresh]) -> None:

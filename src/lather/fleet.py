@@ -9,9 +9,10 @@ step to step lies in buffers on the device, so that the launches, always the sam
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ class Call:
     offsets: Mapping[int, int] | None
     scratch: Mapping[str, Tensor]
     sources: Sequence[Tensor]
+    grad_dtype: torch.dtype
     params: Sequence[Tensor] = ()
     momenta: Sequence[Tensor] = ()
 
@@ -73,8 +75,11 @@ class Fleet:
     ``lands``: directions go straight into the parameters; otherwise they are returned.
     """
 
-    def __init__(self, parts: Sequence[Part], raw: bool, lands: bool, graphs: Graphs | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[Part], numbers: Sequence[int], raw: bool, lands: bool, graphs: Graphs | None = None
+    ) -> None:
         bank = parts[0].bank
+        self.numbers = tuple(numbers)  # of the parts' banks in their unit
         self.parts, self.raw, self.lands, self.key, self.device = tuple(parts), raw, lands, bank.key, bank.stack.device
         self.params = tuple(block.param for part in parts for block in part.blocks)
         self.n, self.members = len(self.params), tuple(dict.fromkeys(self.params))
@@ -90,25 +95,26 @@ class Fleet:
 
     def bind(
         self, grads: Mapping[int, Tensor], params: Mapping[int, Tensor], momenta: Mapping[int, Tensor]
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Gradients, parameters and momenta in the order of places; the same lists for the same mapping of parameters.
-
-        Gradients come with the strides of their parameters, of one dtype, aligned; something to point at where there is none.
+    ) -> tuple[list[Tensor], torch.dtype, list[Tensor], list[Tensor]]:
+        """Gradients and their dtype, parameters and momenta, in the order of places; the same lists for the same mapping of
+        parameters. Gradients come with the strides of their parameters, of one dtype, aligned; something to point at where
+        there is none.
         """
         if self._bound is None or self._bound[0] is not params:
             mine, memory = [params[i] for i in self.members], [momenta[i] for i in self.members if i in momenta]
             self._bound = params, mine, memory
         _, mine, memory = self._bound
         dtype = next(grads[i].dtype for i in self.members if i in grads)
+        dtype = dtype if dtype in DTYPES else torch.float32
         found = []
         for i, param in zip(self.members, mine, strict=True):
             grad = grads.get(i)
             if grad is None:
                 grad = param if param.dtype.itemsize >= dtype.itemsize else torch.empty_like(param, dtype=dtype)
-            elif grad.dtype is not dtype or grad.stride() != param.stride() or grad.data_ptr() % 16:
+            elif grad.dtype is not dtype or grad.stride() != param.stride() or grad.data_ptr() % 16 or grad.is_neg():
                 grad = torch.empty_like(param, dtype=dtype).copy_(grad)
             found.append(grad)
-        return found, mine, memory
+        return found, dtype, mine, memory
 
     def update(self, call: Call) -> Tensor | None:
         """As :meth:`Bank.update`, for all parts: takes in gradients, and moves the parameters or returns directions."""
@@ -144,12 +150,11 @@ class Fleet:
         group, buffers = call.group, self._buffers
         graft = graft_of(self.key, group)
         first, second = filter_correction(ctx), graft.correction(ctx)
-        uniform = not isinstance(first, Tensor) and not isinstance(second, Tensor)
-        if not uniform:
-            buffers.correct(first, second)
         numbers, tensors = self._numbers(group)
-        if not isinstance(first, Tensor) and not isinstance(second, Tensor):
-            numbers |= {"first": first, "second": second, "bc2": float(ctx.factor_correction())}
+        if ctx.uniform:
+            numbers |= {"first": float(first), "second": float(second), "bc2": float(ctx.factor_correction())}
+        else:
+            buffers.correct(first, second)
         buffers.load(numbers, tensors, call)
         return Kind(
             filtered=group["betas"][0] > 0,
@@ -158,11 +163,11 @@ class Fleet:
             graft=group["graft"] is not None,
             momentum=bool(call.momenta),
             nesterov=group["nesterov"],
-            uniform=uniform,
+            uniform=ctx.uniform,
             halves=2 if are_products_exact() else 1,
             plain=keeps_plain(self.parts, group),
-            grad=call.sources[0].dtype,
-            param=call.params[0].dtype if call.params else call.sources[0].dtype,
+            grad=call.grad_dtype,
+            param=call.params[0].dtype if call.params else torch.float32,
             more=(group["betas"][1], group["exponent"]) if any(not part.two_sided for part in self.parts) else None,
         )
 
@@ -269,7 +274,7 @@ class Fleet:
         for i, slots in due:
             part, ctx = self.parts[i], contexts[i]
             ctx = replace(ctx, bc2=self._buffers.bc2) if kind.uniform else ctx
-            failing = [slot - part.start for slot in part.bank.failing]
+            failing = [slot - part.start for slot in part.bank.failing if part.start <= slot < part.stop]
             jobs.append(Refresh(part.state, slots, ctx, part.bank.counts[1, part.start : part.stop], failing))
             part.bank.refreshed()
         method = preconditioner_of(self.parts[due[0][0]].key, call.group)
@@ -351,7 +356,10 @@ class Buffers:
 
 
 class Graphs:
-    """CUDA graphs by key. What is launched the second time under the same key is captured, then and later replayed."""
+    """CUDA graphs by key. What is launched the second time under the same key is captured, then and later replayed.
+
+    Its streams are its own: memory of a graph is reused by those that were captured on the same stream only.
+    """
 
     MOST = 1024  # keys; beyond that, something changes on every step
 
@@ -359,13 +367,16 @@ class Graphs:
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, tuple[Any, Tensor | None, list[Tensor]]] = {}
         self._pool: Any = None
+        self._streams: list[Any] = []
         self._enabled = True
 
     def run(self, key: Hashable, launch: Callable[[], Tensor | None]) -> Tensor | None:
         if key not in self._graphs:
-            first = key not in self._seen
-            self._seen.add(key)
-            if first or not self._enabled or len(self._seen) > self.MOST or torch.cuda.is_current_stream_capturing():
+            if key not in self._seen:
+                if len(self._seen) < self.MOST:
+                    self._seen.add(key)
+                return launch()
+            if not self._enabled or torch.cuda.is_current_stream_capturing():
                 return launch()
             try:
                 self._graphs[key] = self._capture(launch)
@@ -380,43 +391,56 @@ class Graphs:
     def _capture(self, launch: Callable[[], Tensor | None]) -> tuple[Any, Tensor | None, list[Tensor]]:
         """A graph, what it returns, and what else it needs. Not by ``torch.cuda.graph``, which collects garbage and empties
         the cache of memory first."""
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        needed: list[Tensor] = []
+        if not self._streams:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._streams = [torch.cuda.Stream() for _ in range(1 + BRANCHES)]  # type: ignore[no-untyped-call]
+        graph, stream, needed = torch.cuda.CUDAGraph(), self._streams[0], list[Tensor]()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), holding(needed):
+        with torch.cuda.stream(stream), holding(needed), _branching(self._streams[1:]):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 out = launch()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # it is the first error that tells
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph, out, needed
 
 
+_branches: list[Any] = []  # streams of the capture that is under way
+
+
+@contextmanager
+def _branching(streams: list[Any]) -> Iterator[None]:
+    _branches[:] = streams
+    try:
+        yield
+    finally:
+        _branches.clear()
+
+
 def side_by_side(works: Sequence[Callable[[], object]]) -> None:
     """Do independent things; in a graph, as branches that a device can run at the same time."""
-    if not works or not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if len(works) < 2 or not _branches:
         for work in works:
             work()
         return
-    main, streams = torch.cuda.current_stream(), [torch.cuda.Stream() for _ in works[:BRANCHES]]  # type: ignore[no-untyped-call]
+    main, streams = torch.cuda.current_stream(), _branches[: len(works)]
+    for stream in streams:
+        stream.wait_stream(main)
     for i, work in enumerate(works):
-        stream = streams[i % BRANCHES]
-        if i < BRANCHES:
-            stream.wait_stream(main)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(streams[i % len(streams)]):
             work()
     for stream in streams:
         main.wait_stream(stream)
 
 
-@lru_cache
-def _types() -> dict[torch.dtype, Any]:
-    import triton.language as tl
-
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def _type(dtype: torch.dtype) -> Any:
-    return _types()[dtype]
+    import triton.language as tl
+
+    return getattr(tl, DTYPES[dtype])

@@ -239,6 +239,7 @@ def apply(
     else:
         where = _in_tensor(weights, row, index, ALIGNED, PARAM)
         w = tl.load(where, inside, 0.0).to(tl.float32)
+        go = tl.where(on, p - p, 1.0) == 0  # finite
         p += _number(numbers, DECAY) * w
         if MOMENTUM:
             memory = _in_tensor(momenta, row, index, ALIGNED, tl.float32)
@@ -246,9 +247,9 @@ def apply(
             damped = _number(numbers, DAMP) * p
             old = tl.load(memory, inside, 0.0)
             m = momentum * old + damped
-            tl.store(memory, tl.where(on, m, old), inside)
+            tl.store(memory, tl.where(go, m, old), inside)
             p = damped + momentum * m if NESTEROV else m
-        tl.store(where, tl.where(on, w - _number(numbers, LR) * p, w).to(PARAM), inside)
+        tl.store(where, tl.where(go, w - _number(numbers, LR) * p, w).to(PARAM), inside)
 
 
 @triton.jit

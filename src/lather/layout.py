@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from .blocks import Axis, Layout, Region
@@ -97,6 +98,12 @@ def stored_regions(param: Tensor, ranks: Sequence[int]) -> dict[int, Region]:
     """The region of the global parameter that each rank stores. ``ranks`` is the world of a plain tensor."""
     owners, layout = layout_of(param, ranks)
     return {rank: layout.region(tuple(param.shape), cell) for cell, rank in enumerate(owners)}
+
+
+def is_regular(tensor: Tensor) -> bool:
+    """Whether what is stored has no gaps, so that a tensor made like it has its strides, and starts at a multiple of 16 bytes."""
+    part = local(tensor)
+    return part.data_ptr() % 16 == 0 and torch.empty_like(part, device="meta").stride() == part.stride()
 
 
 def local(tensor: Tensor) -> Tensor:

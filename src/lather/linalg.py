@@ -30,7 +30,7 @@ def from_host(values: Sequence[float], like: Tensor, dtype: torch.dtype | None =
 
 
 def positions(slots: tuple[int, ...], device: torch.device) -> Tensor:
-    """An index on the device, which is there from the second time on: CUDA graphs cannot copy from the host."""
+    """An index on the device, for every stream; there from the second time on, as CUDA graphs cannot copy from the host."""
     index = _positions(slots, device)
     if _held is not None:
         _held.append(index)
@@ -53,7 +53,7 @@ _held: list[Tensor] | None = None
 
 @lru_cache(maxsize=4096)
 def _positions(slots: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(slots, device="cpu").to(device, non_blocking=True)
+    return torch.tensor(slots, device="cpu").to(device)  # waits, so that any stream may read it
 
 
 def unfold(x: Tensor, mode: int) -> Tensor:
@@ -98,16 +98,16 @@ def unpack(packed: Tensor, d: int) -> Tensor:
 @cache
 def _lower(d: int, device: torch.device) -> Tensor:
     """Where in a matrix the elements of its packed triangle are."""
-    row, column = torch.tril_indices(d, d, device=device).unbind()
-    return (row * d + column).to(_index_dtype(d))
+    row, column = torch.tril_indices(d, d, device="cpu").unbind()
+    return (row * d + column).to(_index_dtype(d)).to(device)
 
 
 @cache
 def _mirrored(d: int, device: torch.device) -> Tensor:
     """Where in its packed triangle the elements of a symmetric matrix are."""
-    i = torch.arange(d, dtype=_index_dtype(d), device=device)
+    i = torch.arange(d, dtype=_index_dtype(d), device="cpu")
     high, low = torch.maximum(i[:, None], i), torch.minimum(i[:, None], i)
-    return (high * (high + 1) // 2 + low).flatten()
+    return (high * (high + 1) // 2 + low).flatten().to(device)
 
 
 def _index_dtype(d: int) -> torch.dtype:

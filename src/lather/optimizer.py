@@ -16,7 +16,7 @@ from .bank import Bank
 from .census import Item, Ranks, items_of
 from .exchange import Circle, Comm
 from .health import Alarm, Watch, failures, nonfinite, tally
-from .layout import check_parameter, groups_of, is_dtensor, is_stored, layout_of, local, local_gradient
+from .layout import check_parameter, groups_of, is_dtensor, is_regular, is_stored, layout_of, local, local_gradient
 from .options import OPTIONS, STRUCTURAL, check_options, check_values, closest, state_dtype, whole, with_choices
 from .plan import BankKey, Plan, first_come, make_plan
 from .plan_report import PlanReport, check_memory
@@ -355,8 +355,10 @@ class Shampoo(torch.optim.Optimizer):
         if thorough:
             self._finish()
         if self._views and not self.state:  # emptied by the user to begin anew
+            self._finish()
             self._reset()
         elif self._is_replaced(thorough):  # by the user: what is there now counts
+            self._finish()
             self._signature, self._units, self._banks = None, [], []
         for number, group in enumerate(self.param_groups):
             check_values(group, self._seen.setdefault(number, {}))
@@ -374,6 +376,7 @@ class Shampoo(torch.optim.Optimizer):
         if self._started():
             _refuse_restructuring(self._structure, structure)
             self._refuse_reshaping(trainable)
+        self._finish()
         self._build(self._make_plan(trainable, self.param_groups), trainable)
         self._signature, self._structure, self._glanced = self._sign(trainable), structure, None
 
@@ -400,7 +403,7 @@ class Shampoo(torch.optim.Optimizer):
         if self._signature is None or any(self._sharded):
             return None
         params = [
-            (p.data_ptr(), p.requires_grad, None if p.grad is None else p.grad.dtype)
+            (id(p), p.data_ptr(), p.stride(), p.requires_grad, None if p.grad is None else p.grad.dtype)
             for group in self.param_groups
             for p in group["params"]
         ]
@@ -408,7 +411,10 @@ class Shampoo(torch.optim.Optimizer):
 
     def _sign(self, trainable: Iterable[Item]) -> Any:
         """All that plan, banks and state depend on."""
-        params = [(id(p), p.device, p.dtype, census.grad_dtype(p), p.shape) for *_, p in trainable]
+        params = [
+            (id(p), p.device, p.dtype, census.grad_dtype(p), p.shape, p.stride(), p.is_cuda and is_regular(p))
+            for *_, p in trainable
+        ]
         return params, self._sign_options(), self._world()
 
     def _sign_options(self) -> Any:
@@ -417,6 +423,7 @@ class Shampoo(torch.optim.Optimizer):
                 group["betas"][0] > 0,
                 group["momentum"] > 0,
                 group["refresh_delay"] > 0,
+                group["beta3"] in (None, group["betas"][0]),
                 group["weight_decay_mode"] == "l2",
                 group["on_nonfinite"],
                 *(group[name] for name in (*STRUCTURAL, *_ROOT_OPTIONS, "communication_dtype")),

@@ -142,7 +142,7 @@ OPTIONS: dict[str, Option] = {
     "preconditioner": Option("shampoo", _choice("shampoo"), "the method", structural=True),
     "exponent": Option(None, _optional(_exponent), "root exponent for all modes, or `{order: exponent}`; default `1 / (2 order)`; 0 leaves modes alone"),
     "exponent_multiplier": Option(1.0, _number(0, open_low=True), "multiplies the default exponent (1.82 in the paper for fully connected networks)"),
-    "root": Option("auto", _root, "root solver: `\"auto\"`, `\"eigh\"`, `\"newton\"`, `\"higher_order\"`, `\"minimax\"`, `\"qr\"` or a solver object"),
+    "root": Option("auto", _root, "root solver: `\"auto\"`, `\"eigh\"`, `\"newton\"`, `\"higher_order\"`, `\"minimax\"`, `\"qr\"`, `\"track\"` or a solver object"),
     "graft": Option("adam", _choice("adam", "rmsprop", "adagrad", "sgd", None), "method whose step size is taken over", structural=True),
     "graft_beta2": Option(None, _optional(_number(0, 1)), "decay of the graft's second moment; default `betas[1]`, 0.999 when that is 1"),
     "graft_eps": Option(1e-8, _number(0, open_low=True), "added to the graft's denominator"),
@@ -281,7 +281,7 @@ def with_choices(group: Mapping[str, Any], choices: roots.Choices) -> Mapping[st
 
 def is_measured(group: Mapping[str, Any]) -> bool:
     """Whether solvers are to be measured for it; that is done in float32."""
-    return group["root"] == "auto" and compute_dtype(group) == torch.float32
+    return group["root"] == "auto" and not group["root_device"] and compute_dtype(group) == torch.float32
 
 
 def products(group: Mapping[str, Any]) -> str | None:

@@ -119,7 +119,8 @@ def divide(banks: Iterable[tuple[BankKey, int]], groups: Sequence[Group], cut: b
     done: list[list[Share]] = []
     open_: dict[Any, list[Share]] = {}
     for key, n in banks:
-        if not suits(key.device, key.dtype, groups[key.group]):
+        fits = math.prod(key.shape) < 1 << 31 and (not key.modes or max(key.shape) < 1 << 15)  # counted in 32 bits
+        if not (fits and suits(key.device, key.dtype, groups[key.group])):
             continue
         alike, most = (key.group, key.device, key.dtype, key.method == "adagrad"), n
         if cut:

@@ -16,7 +16,7 @@ from . import exchange
 from .bank import Bank, initial_state
 from .exchange import Comm, Mail, Wire, itemsize
 from .fleet import Call, Fleet, Graphs
-from .layout import local
+from .layout import is_regular, local
 from .options import compute_dtype, products, wire_dtype
 from .plan import BankKey, Plan, Route
 from .roots import products_in
@@ -77,8 +77,8 @@ class Unit:
     def compute(self, step: Step) -> None:
         """Phase 2: batched mathematics. Directions of blocks that do not travel are applied at once."""
         received = self.inbound.finish() if self.inbound else None
-        for group in self.fleets:
-            self._compute_together(group, received, step)
+        for fleet in self.fleets:
+            self._compute_together(fleet, received, step)
         for i in self.alone:
             self._compute_alone(i, received, step)
         if self.outbound:
@@ -107,16 +107,20 @@ class Unit:
             self._write_own(i, directions, step)
 
     def _compute_together(self, fleet: Fleet, received: Tensor | None, step: Step) -> None:
-        numbers = [self.banks.index(part.bank) for part in fleet.parts]
         active = [True] * fleet.n if step.even else [i in step.grads for i in fleet.params]
         directions = None
         if any(active):
-            call = self._call(fleet, numbers, active, received, step)
-            with _on(fleet.device), torch.autocast(fleet.device.type, enabled=False), products_in(products(call.group)):
+            call = self._call(fleet, active, received, step)
+            with (
+                _on(fleet.device),
+                torch.autocast(fleet.device.type, enabled=False),
+                products_in(products(call.group), fleet.device),
+            ):
                 directions = fleet.update(call)
-            if fleet.lands:
-                torch.autograd.graph.increment_version(call.params)  # kernels write behind autograd's back
-        for i, number in enumerate(numbers if self.outbound else ()):
+            if fleet.lands:  # kernels write behind autograd's back
+                moved = [step.params[i] for i in fleet.members if i in step.grads]
+                torch.autograd.graph.increment_version(moved)
+        for i, number in enumerate(fleet.numbers if self.outbound else ()):
             stack = self._nothing(self.banks[number]) if directions is None else fleet.stack(directions, i)
             self._post(number, stack, step.groups[fleet.key.group])
 
@@ -125,9 +129,7 @@ class Unit:
         stack = bank.stack
         return torch.full((stack.n, *stack.shape), torch.nan, dtype=stack.compute, device=stack.device)
 
-    def _call(
-        self, fleet: Fleet, numbers: Sequence[int], active: Sequence[bool], received: Tensor | None, step: Step
-    ) -> Call:
+    def _call(self, fleet: Fleet, active: Sequence[bool], received: Tensor | None, step: Step) -> Call:
         group = step.groups[fleet.key.group]
         steps = [step.even] * fleet.n if step.even else [max(step.counts[i], 1) for i in fleet.params]
         scratch = {
@@ -136,7 +138,8 @@ class Unit:
         }
         offsets = next((step.offsets(part.key) for part in fleet.parts if part.key.modes), None)
         if not fleet.raw:
-            return Call(group, steps, active, offsets, scratch, [self._gradients(i, received, step) for i in numbers])
+            stacks = [self._gradients(i, received, step) for i in fleet.numbers]
+            return Call(group, steps, active, offsets, scratch, stacks, stacks[0].dtype)
         return Call(group, steps, active, offsets, scratch, *fleet.bind(step.grads, step.params, step.momenta))
 
     def _gradients(self, i: int, received: Tensor | None, step: Step) -> Tensor:
@@ -171,7 +174,7 @@ def _update(bank: Bank, grads: Tensor, active: Sequence[bool], step: Step) -> Te
     steps = [step.counts[block.param] for block in bank.blocks]
     group = step.groups[bank.key.group]
     device = bank.stack.device
-    with _on(device), torch.autocast(device.type, enabled=False), products_in(products(group)):
+    with _on(device), torch.autocast(device.type, enabled=False), products_in(products(group), device):
         return bank.update(grads, steps, active, step.offsets(bank.key), group)
 
 
@@ -274,8 +277,10 @@ class Draft:
         return divide(banks, groups, cut=direct)
 
     def _place(self, number: int) -> Place | None:
-        """Where a block lies in the tensor that is stored."""
+        """Where a block lies in the tensor that is stored; None if kernels cannot go there."""
         block = self.plan.blocks[number]
+        if not is_regular(self.stored[block.param]):
+            return None
         region = block.region.moved(-a for a in self.plan.stored(block.param, self.me).start)
         return place(region.start, region.shape, self.stored[block.param].stride())
 
@@ -408,7 +413,8 @@ class Draft:
             tensors = [position[self.plan.blocks[i].param] if raw else bank_number for i in part]
             found = [at for at in places if at is not None]
             parts.append(Part(share.key, share.start, share.stop, banks[share.key], tensors, found))
-        return Fleet(parts, raw, self.outbound is None, graphs)
+        order = list(self.banks)
+        return Fleet(parts, [order.index(share.key) for share in shares], raw, self.outbound is None, graphs)
 
     def _slots(self, mail: Mail | None) -> tuple[Slots, ...]:
         """Each bank's share of messages, as runs over its stack."""

@@ -27,7 +27,7 @@ from lather.roots import (
     spell,
 )
 from lather.roots.coupled import Coupled
-from lather.roots.numerics import full_precision, normalize
+from lather.roots.numerics import full_precision, normalize, products_in
 
 INF = math.inf
 SOLVERS = [Eigh(), Newton(), HigherOrder(), HigherOrder(order=5, iterations=12), Qr(), Qr(iterations=3)]
@@ -337,15 +337,20 @@ def test_lowered_precision_does_not_reach_the_products(solver):
 @pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch < 2.9")
 def test_full_precision_restores_what_it_found_even_inheritance():
     unit = torch.backends.cuda.matmul
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
     with precision("high"), pytest.raises(KeyError):
-        with full_precision(torch.device("cpu")):
-            assert unit.fp32_precision == torch.backends.mkldnn.matmul.fp32_precision == "ieee"
-            raise KeyError
+        with full_precision(cpu):  # leaves the others alone: it may be in a thread of its own
+            assert torch.backends.mkldnn.matmul.fp32_precision == "ieee" and unit.fp32_precision == "tf32"
+            with products_in("ieee", cuda):
+                assert unit.fp32_precision == "ieee"
+                raise KeyError
     assert torch.get_float32_matmul_precision() == "highest"
     try:
         unit.fp32_precision, torch.backends.fp32_precision = "none", "tf32"
-        with full_precision(torch.device("cpu")):
+        with products_in("ieee", cuda):
             assert unit.fp32_precision == "ieee"
+        with products_in("tf32", cpu), products_in(None, cuda):
+            assert unit.fp32_precision == "tf32"
         assert unit.fp32_precision == "tf32"
         torch.backends.fp32_precision = "ieee"
         assert unit.fp32_precision == "ieee"

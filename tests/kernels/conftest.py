@@ -7,6 +7,7 @@ tests/test_kernels.py starts. By hand: TRITON_INTERPRET=1 python -m pytest tests
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -36,3 +37,17 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "SIDE", 16)
         monkeypatch.setattr(module, "DEPTH", 16)
     monkeypatch.setattr(fleet, "REDUCE", 2)
+
+
+_counted: set[str] = set()
+
+
+@pytest.fixture(autouse=True)
+def _count_lines_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Counting lines makes the interpreter three times as slow, so it is done for the first case of every test."""
+    again, counter = request.node.originalname in _counted, sys.gettrace()
+    _counted.add(request.node.originalname)
+    if again:
+        sys.settrace(None)
+    yield
+    sys.settrace(counter)

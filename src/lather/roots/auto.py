@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
@@ -150,12 +151,13 @@ def _timed(task: Task, device: torch.device) -> dict[str, float]:
 def _time(solver: RootSolver, task: Task, device: torch.device) -> float:
     """Milliseconds per matrix; `inf` if a root is not ok, or if the solver does not run at all."""
     try:
-        a = _synthetic(task, device)
-        alone = _clock(solver, a[:1], task.e, repeats=1)
-        if alone > BUDGET:
-            return alone
-        n = min(len(a), int(BUDGET / max(alone, 1e-3)))
-        return _clock(solver, a[:n], task.e, REPEATS) / n
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # kernels go to the current one
+            a = _synthetic(task, device)
+            alone = _clock(solver, a[:1], task.e, repeats=1)
+            if alone > BUDGET:
+                return alone
+            n = min(len(a), int(BUDGET / max(alone, 1e-3)))
+            return _clock(solver, a[:n], task.e, REPEATS) / n
     except Exception:  # no compiler, no memory: reasons to choose another solver, not to stop
         return math.inf
 

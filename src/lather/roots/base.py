@@ -56,7 +56,7 @@ class RootSolver(ABC):
     def __call__(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
         with full_precision(a.device):
             eye = eye_like(a)
-            if self.sees_what_is_not_finite(a):
+            if self.sees_what_is_not_finite(a, e):
                 root = self._root(a, e, eps, state)
                 return Root(torch.where(root.ok[:, None, None], root.value, eye), root.ok, root.residual)
             finite = all_finite(a)
@@ -67,7 +67,7 @@ class RootSolver(ABC):
             value, ok = settle(root.value, root.ok & finite)
             return Root(value, ok, root.residual.masked_fill(~finite, torch.inf))
 
-    def sees_what_is_not_finite(self, a: Tensor) -> bool:
+    def sees_what_is_not_finite(self, a: Tensor, e: float) -> bool:
         """Whether NaN and Inf, in the factor or in the root, show in the residual, so that nobody else need look for them."""
         return False
 

@@ -92,14 +92,20 @@ class Minimax(RootSolver):
     def flops(self, d: int) -> float:
         return 2.0 * d**3 * self.products(p=4)
 
-    def sees_what_is_not_finite(self, a: Tensor) -> bool:
-        return is_split(a)
+    def sees_what_is_not_finite(self, a: Tensor, e: float) -> bool:
+        """In halves; for exponents 1/p with roots whose largest entry, `relative_eps^(-1/p)`, they can hold."""
+        ratio = fraction(e)
+        return is_split(a) and ratio.numerator == 1 and ratio.denominator > 1
 
     def _root(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
         ratio = fraction(e)
-        value, error = self._split(a, ratio, eps) if is_split(a) else self._plain(a, ratio, eps)
+        halves = self.sees_what_is_not_finite(a, e)
+        value, error = self._split(a, ratio.denominator, eps) if halves else self._plain(a, ratio, eps)
         error = ratio.numerator * error
-        return Root(value, error <= self.tolerance, torch.where(error < 1, error, 1.0))
+        residual = torch.where(error < 1, error, 1.0)
+        if halves:  # where what is not finite was not taken out before
+            residual = residual.masked_fill(error.isnan(), torch.inf)
+        return Root(value, error <= self.tolerance, residual)
 
     def _plain(self, a: Tensor, ratio: Fraction, eps: float | Tensor) -> tuple[Tensor, Tensor]:
         """Roots and residuals, in the dtype of `a`."""
@@ -116,10 +122,10 @@ class Minimax(RootSolver):
         back = power(z.squeeze(-1).double() * scale.squeeze(-1), -float(ratio)).to(a.dtype)
         return matrix_power(x, ratio.numerator) * back[:, :, None], error
 
-    def _split(self, a: Tensor, ratio: Fraction, eps: float | Tensor) -> tuple[Tensor, Tensor]:
+    def _split(self, a: Tensor, p: int, eps: float | Tensor) -> tuple[Tensor, Tensor]:
         """The same in halves, with fewer passes over memory. `A / scale` has a trace of 1, so its entries are within
         [-1, 1]; its square is taken times 1024, for if all eigenvalues are equal the largest entry is as small as 1 / d^2."""
-        p, step = ratio.denominator, self.steps(ratio.denominator)[0]
+        step = self.steps(p)[0]
         floor = eps.to(a.dtype) if isinstance(eps, Tensor) else torch.full_like(a[:, 0, 0], eps)
         scale = a.diagonal(dim1=1, dim2=2).sum(1).maximum(floor).clamp(min=1e-37)
         b = encode(a, 1 / scale)
@@ -134,8 +140,7 @@ class Minimax(RootSolver):
         root, unit = decode(x, back[:, 0], a.shape[-1]), back[:, :, None]
         scale, ridge, z = (t[:, None, None] for t in (scale, ridge, z))
         error = _residual(lambda y: root @ y / unit, lambda y: (a @ y / scale + ridge * y) / z, _signs(a), p)
-        s = ratio.numerator
-        return root if s == 1 else decode(matrix_power(x, s), back[:, 0] ** s, a.shape[-1]), error
+        return root, error
 
     def _compose(self, p: int, m: Tensor, q: Tensor) -> Tensor:
         """`m^(-1/p)`, given `m` and the first polynomial in it."""

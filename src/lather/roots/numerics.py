@@ -19,18 +19,22 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
     A root spans the decades of its factor's spectrum; the ten bits of TF32 keep three of them.
     """
-    with torch.autocast(device.type, enabled=False), products_in("ieee"):
+    with torch.autocast(device.type, enabled=False), products_in("ieee", device):
         yield
 
 
 @contextmanager
-def products_in(precision: str | None) -> Iterator[None]:
-    """Float32 products are in "ieee" float32 or, on CUDA, in "tf32" inside; None leaves what the user has set."""
-    units: list[Any] = [torch.backends.cuda.matmul]
+def products_in(precision: str | None, device: torch.device) -> Iterator[None]:
+    """Float32 products on the device are in "ieee" float32 or, on CUDA, in "tf32" inside; None leaves what the user has set.
+
+    Settings of other devices are not touched: a thread may compute roots on the host while a step runs on CUDA.
+    """
+    units: dict[str, Any] = {"cuda": torch.backends.cuda.matmul}
     if precision == "ieee":
-        units.append(torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    already = {"ieee": ("ieee", "none"), "tf32": ("tf32",)}.get(precision or "")
-    changed = [(u, u.fp32_precision) for u in units if already and u.fp32_precision not in already]
+        units["cpu"] = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    already = {"ieee": ("ieee", "none"), "tf32": ("tf32",)}.get(precision or "", ())
+    mine = [units[device.type]] if already and device.type in units else []
+    changed = [(u, u.fp32_precision) for u in mine if u.fp32_precision not in already]
     try:
         for unit, _ in changed:
             unit.fp32_precision = precision
@@ -53,7 +57,7 @@ def _restore(unit: Any, before: str) -> None:
 
 
 @contextmanager
-def _products_in_legacy(precision: str | None) -> Iterator[None]:
+def _products_in_legacy(precision: str | None, device: torch.device) -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision({"ieee": "highest", "tf32": "high"}.get(precision or "", before))
     try:

@@ -64,7 +64,8 @@ def splits() -> bool:
 
 def is_split(x: Tensor) -> bool:
     """Whether products with this matrix are better done in halves."""
-    return x.is_cuda and x.dtype == torch.float32 and splits()
+    fits = len(x) < 1 << 16 and x.shape[-1] < 1 << 15  # the grid of kernels, and what they count in 32 bits
+    return x.is_cuda and x.dtype == torch.float32 and fits and splits()
 
 
 def encode(x: Tensor, scale: Tensor) -> Tensor:

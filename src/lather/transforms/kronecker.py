@@ -65,8 +65,10 @@ class Kronecker(Preconditioner):
 
     def publish(self, state: State, slots: Sequence[int]) -> None:
         index = index_of(slots, state["X0"].device)
+        come = _is_root(state["Y0"][index])  # it has not if the delay was lengthened in between
         for i in range(_order(state)):
-            state[f"X{i}"][index] = state[f"Y{i}"][index]
+            old, new = state[f"X{i}"], state[f"Y{i}"][index]
+            old[index] = torch.where(per_slot(come, new), new, old[index])
 
     def is_capturable(self, due: Sequence[Due]) -> bool:
         for state, _, ctx in due:
@@ -79,9 +81,7 @@ class Kronecker(Preconditioner):
         return True
 
     def ready(self, state: State) -> Tensor:
-        """A root is positive definite, so its first diagonal element tells it from the zero it starts as."""
-        first = state["X0"]
-        return (first[:, 0, 0] if is_full(state, 0) else first[:, 0]) != 0
+        return _is_root(state["X0"])
 
     def apply(self, state: State, u: Tensor, ctx: Context, out: Tensor | None = None) -> Tensor:
         order = u.dim() - 1
@@ -90,6 +90,11 @@ class Kronecker(Preconditioner):
         for i in range(order):
             u = mode_product(u, state[f"X{i}"].to(u.dtype), i, out if i == order - 1 else None)
         return u
+
+
+def _is_root(x: Tensor) -> Tensor:
+    """``[n]``: a root is positive definite, so its first diagonal element tells it from the zero it starts as."""
+    return (x[:, 0, 0] if x.dim() == 3 else x[:, 0]) != 0
 
 
 def is_full(state: State, mode: int) -> bool:
@@ -175,7 +180,9 @@ class _Batch(Batch):
             [_Side(i, job, index) for i in range(_order(job.state))]
             for job, index in zip(jobs.values(), self._indices, strict=True)
         ]
-        self.reads = [side.a for sides in self._sides for side in sides]
+        self._alive = [job.ctx.alive[index] > 0 for job, index in zip(jobs.values(), self._indices, strict=True)]
+        touched = [tensor for job in jobs.values() for tensor in job.state.values()]
+        self.reads = [*(side.a for sides in self._sides for side in sides), *self._alive, *touched]
 
     def __call__(self) -> list[tuple[int, Sequence[int], Tensor]]:
         together: dict[Any, list[_Side]] = {}
@@ -189,8 +196,10 @@ class _Batch(Batch):
         for alike in together.values():
             _solve(alike, self._exact)
         return [
-            (number, job.slots, _publish(job, index, sides))
-            for (number, job), index, sides in zip(self._jobs.items(), self._indices, self._sides, strict=True)
+            (number, job.slots, _publish(job, index, alive, sides))
+            for (number, job), index, alive, sides in zip(
+                self._jobs.items(), self._indices, self._alive, self._sides, strict=True
+            )
         ]
 
 
@@ -205,7 +214,7 @@ def _solve(sides: Sequence[_Side], exact: bool) -> None:
     """Roots of factors of one size, from the warm start if the solver has one."""
     group, e, solver = sides[0].job.ctx.group, sides[0].e, sides[0].solver
     a = _joined([side.a.to(side.device) for side in sides])
-    a = a if solver.sees_what_is_not_finite(a) and not exact else symmetrize(a)
+    a = a if solver.sees_what_is_not_finite(a, e) and not exact else symmetrize(a)
     roles = solver.init(0, a.shape[-1], a.dtype, a.device)
     warm = {role: _joined([side.warm(role) for side in sides]) for role in roles}
     ridge = _ridge(a, group)
@@ -222,7 +231,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _publish(job: Due, index: Index, sides: Sequence[_Side]) -> Tensor:
+def _publish(job: Due, index: Index, alive: Tensor, sides: Sequence[_Side]) -> Tensor:
     """Write the new roots of the slots that are ok and alive; a block takes all its new roots or none. Roots that are used
     later wait as ``Y``."""
     ok = sides[0].ok
@@ -231,7 +240,6 @@ def _publish(job: Due, index: Index, sides: Sequence[_Side]) -> Tensor:
         ok = ok & side.ok
         if side.fresh["X"].dtype != kept:  # it must also be finite in what it is kept in
             ok = ok & side.fresh["X"].to(kept).isfinite().flatten(1).all(1)
-    alive = job.ctx.alive[index] > 0
     for side in sides:
         for role, value in side.fresh.items():
             old = job.state[f"{role}{side.mode}"]
