@@ -44,7 +44,9 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for demo.png (default %(default)s)")
     demo.add_argument("--sweep", action="store_true", help="instead: validation loss over the grid of learning rates")
 
-    plan = commands.add_parser("plan", help="what would be preconditioned, its memory and work, from shapes alone")
+    plan = commands.add_parser(
+        "plan", help="what would be preconditioned, its memory and work, from shapes alone", allow_abbrev=False
+    )
     plan.set_defaults(run=run_plan)
     plan.add_argument(
         "shapes",

@@ -300,6 +300,8 @@ def gram(
         g += stride
     if HALVES == 2:
         total += low / LOW
+        if tl.load(job + 6) == tl.load(job + 7):
+            total = (total + total.T) / 2
     s = 1 / tl.load(scale + slot)
     inside = (ri[:, None] < side) & (rj[None, :] < side)
     factor = tl.load(job + 4).to(tl.pointer_type(tl.float32))
@@ -396,6 +398,8 @@ def symmetric(
         at_x += DEPTH
         at_y += DEPTH
     value = alpha * (total + low / LOW)
+    if ti == tj:
+        value = (value + value.T) / 2
     at = ri[:, None] * d + rj[None, :]
     if ADD:
         old = tl.load(add + slot + at).to(tl.float32) + tl.load(add + slot + size + at).to(tl.float32) / LOW

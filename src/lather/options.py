@@ -195,7 +195,7 @@ def check_values(group: dict[str, Any], seen: dict[str, Any] | None = None) -> N
     if not group["refresh_delay"] < group["precondition_frequency"]:
         raise ValueError(
             f"refresh_delay={group['refresh_delay']} must be less than precondition_frequency={group['precondition_frequency']}: "
-            "roots would be computed anew before they are used"
+            "roots would be computed anew before they are used; lower the delay or raise the frequency"
         )
     if group["root"] != "auto" and not {"root", "exponent", "exponent_multiplier"}.isdisjoint(changed):
         _check_exponents(group)
@@ -221,6 +221,8 @@ def _refuse_without_effect(group: Mapping[str, Any]) -> None:
          f"with graft={group['graft']!r}; only 'adam' and 'rmsprop' use it"),
         ("graft_eps", group["graft_eps"] != OPTIONS["graft_eps"].default and group["graft"] in ("sgd", None)
          and group["large_dim"] != "adagrad", f"with graft={group['graft']!r}; it has no denominator"),
+        ("refresh_delay", group["refresh_delay"] > 0 and group["start_preconditioning_step"] == math.inf,
+         "with start_preconditioning_step=inf; nothing is ever refreshed"),
         ("exponent_multiplier", group["exponent_multiplier"] != 1 and isinstance(group["exponent"], (int, float)),
          "beside exponent, which replaces the default that it multiplies"),
         ("root_dtype", group["root_dtype"] == "float64" and group["state_dtype"] != "float64",

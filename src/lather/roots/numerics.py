@@ -29,11 +29,14 @@ def products_in(precision: str | None, device: torch.device) -> Iterator[None]:
 
     Settings of other devices are not touched: a thread may compute roots on the host while a step runs on CUDA.
     """
+    if precision is None:
+        yield
+        return
     units: dict[str, Any] = {"cuda": torch.backends.cuda.matmul}
     if precision == "ieee":
         units["cpu"] = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    already = {"ieee": ("ieee", "none"), "tf32": ("tf32",)}.get(precision or "", ())
-    mine = [units[device.type]] if already and device.type in units else []
+    already = {"ieee": ("ieee", "none"), "tf32": ("tf32",)}[precision]
+    mine = [units[device.type]] if device.type in units else []
     changed = [(u, u.fp32_precision) for u in mine if u.fp32_precision not in already]
     try:
         for unit, _ in changed:
