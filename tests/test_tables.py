@@ -115,14 +115,14 @@ def test_fleets_are_of_one_kind(monkeypatch):
 
 
 def test_only_cuda_has_fleets(monkeypatch):
-    monkeypatch.setattr(tables, "available", lambda: True)
+    monkeypatch.setattr(tables, "splits", lambda: True)
     group = GROUP | {"betas": (0.9, 0.999)}
     assert not tables.suits("cpu", "float32", group)
     assert tables.suits("cuda", "float32", group) and tables.suits("cuda:1", "bfloat16", group | {"beta3": 0.9})
     assert not tables.suits("cuda", "float64", group)
     assert not tables.suits("cuda", "float32", group | {"beta3": 0.5})
     assert not tables.suits("cuda", "float32", group | {"state_dtype": "bfloat16"})
-    monkeypatch.setattr(tables, "available", lambda: False)
+    monkeypatch.setattr(tables, "splits", lambda: False)
     assert not tables.suits("cuda", "float32", group)
 
 
@@ -215,7 +215,8 @@ def test_launch_goes_over_all_tiles(monkeypatch):
 
 
 def call_with(sources, params=(), momenta=(), active=(True, True)):
-    return Call(GROUP, [1] * len(active), list(active), None, {}, sources, params, momenta)
+    addresses = [source.data_ptr() for source in sources]
+    return Call(GROUP, [1] * len(active), list(active), None, {}, sources, addresses, torch.float32, params, momenta)
 
 
 def test_buffers_hold_numbers_and_addresses():

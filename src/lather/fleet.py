@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,8 +22,11 @@ from torch import Tensor
 from . import rules
 from .bank import Refresh, due_slots, graft_of, late_slots, preconditioner_of, refresh, started_slots
 from .linalg import from_host, holding
+from .options import start_step
 from .roots import are_products_exact
-from .tables import DEPTH, REDUCE, SIDE, Group, Part, Tables, keeps_plain, plane_of, starts
+from .schedule import is_due
+from .store import Arena
+from .tables import DEPTH, REDUCE, SIDE, Group, Part, Tables, plane_of, scratch, starts
 from .transforms import Context, filter_correction
 
 # Numbers of a step that may change without a new kernel or graph, as kernels know them.
@@ -46,6 +49,7 @@ class Call:
     offsets: Mapping[int, int] | None
     scratch: Mapping[str, Tensor]
     sources: Sequence[Tensor]
+    addresses: Sequence[int]
     grad_dtype: torch.dtype
     params: Sequence[Tensor] = ()
     momenta: Sequence[Tensor] = ()
@@ -83,7 +87,9 @@ class Fleet:
         self.parts, self.raw, self.lands, self.key, self.device = tuple(parts), raw, lands, bank.key, bank.stack.device
         self.params = tuple(block.param for part in parts for block in part.blocks)
         self.n, self.members = len(self.params), tuple(dict.fromkeys(self.params))
-        self._bound: tuple[Any, list[Tensor], list[Tensor]] | None = None
+        self._bound: tuple[Any, list[tuple[int, Tensor, tuple[int, ...]]], list[Tensor], list[Tensor]] | None = None
+        self._scratch: dict[bool, dict[str, Tensor]] = {}
+        self._is_odd = any(part.key.modes and not part.two_sided for part in parts)
         self.firsts = starts(part.n for part in parts)  # number of each part's first slot
         self.starts = starts(part.padded for part in parts)  # of each part in flat buffers
         self._plane = plane_of(parts)
@@ -92,29 +98,44 @@ class Fleet:
         self._tables: Tables | None = None
         self._buffers = Buffers(self.n, 1 + max(i for part in parts for i in part.tensors), self.device)
         self._seen: Any = None  # what `ready` was made from
+        self._go: tuple[bool, ...] = ()
+
+    def scratch(self, arena: Arena, group: Group) -> dict[str, Tensor]:
+        """Its share of the buffers that all fleets use one after the other."""
+        unfiltered = group["betas"][0] == 0
+        if unfiltered not in self._scratch:
+            self._scratch[unfiltered] = {
+                role: arena.take((role, self.key.device, dtype), numel)
+                for role, (dtype, numel) in scratch(self.parts, group).items()
+            }
+        return self._scratch[unfiltered]
 
     def bind(
         self, grads: Mapping[int, Tensor], params: Mapping[int, Tensor], momenta: Mapping[int, Tensor]
-    ) -> tuple[list[Tensor], torch.dtype, list[Tensor], list[Tensor]]:
-        """Gradients and their dtype, parameters and momenta, in the order of places; the same lists for the same mapping of
-        parameters. Gradients come with the strides of their parameters, of one dtype, aligned; something to point at where
-        there is none.
+    ) -> dict[str, Any]:
+        """What a call needs of gradients, parameters and momenta, in the order of places: the same lists for the same mapping
+        of parameters. Gradients come with the strides of their parameters, of one dtype, aligned; something to point at
+        where there is none.
         """
         if self._bound is None or self._bound[0] is not params:
-            mine, memory = [params[i] for i in self.members], [momenta[i] for i in self.members if i in momenta]
-            self._bound = params, mine, memory
-        _, mine, memory = self._bound
+            mine = [params[i] for i in self.members]
+            rows = [(i, param, param.stride()) for i, param in zip(self.members, mine, strict=True)]
+            self._bound = params, rows, mine, [momenta[i] for i in self.members if i in momenta]
+        _, rows, mine, memory = self._bound
         dtype = next(grads[i].dtype for i in self.members if i in grads)
         dtype = dtype if dtype in DTYPES else torch.float32
-        found = []
-        for i, param in zip(self.members, mine, strict=True):
+        sources, addresses = [], []
+        for i, param, stride in rows:
             grad = grads.get(i)
             if grad is None:
                 grad = param if param.dtype.itemsize >= dtype.itemsize else torch.empty_like(param, dtype=dtype)
-            elif grad.dtype is not dtype or grad.stride() != param.stride() or grad.data_ptr() % 16 or grad.is_neg():
+            elif grad.dtype is not dtype or grad.stride() != stride or grad.data_ptr() % 16 or grad.is_neg():
                 grad = torch.empty_like(param, dtype=dtype).copy_(grad)
-            found.append(grad)
-        return found, dtype, mine, memory
+            sources.append(grad)
+            addresses.append(grad.data_ptr())
+        return {
+            "sources": sources, "addresses": addresses, "grad_dtype": dtype, "params": mine, "momenta": memory,
+        }  # fmt: skip
 
     def update(self, call: Call) -> Tensor | None:
         """As :meth:`Bank.update`, for all parts: takes in gradients, and moves the parameters or returns directions."""
@@ -122,11 +143,18 @@ class Fleet:
             self._tables = Tables(self.parts, call.scratch["halves"])
         tables, ctx = self._tables, Context(call.group, call.steps, self._buffers.alive)
         kind = self._load(call, ctx)
-        contexts = self._contexts(call)
-        self._replay(("in", kind), lambda: self._take_in(kind, tables, call, contexts))
-        self._refresh(kind, call, contexts)
-        go = self._bring_up_to_date(call, contexts)
-        return self._replay(("out", kind, go), lambda: self._give_out(kind, tables, call, contexts, go))
+        contexts = cache(partial(self._contexts, call))  # nearly never needed: graphs are replayed
+        self._replay(("in", kind), lambda: self._take_in(kind, tables, call, contexts()))
+        if not self._is_idle(ctx, call):
+            self._refresh(kind, call, contexts())
+        go = self._bring_up_to_date(ctx, call, contexts)
+        return self._replay(("out", kind, go), lambda: self._give_out(kind, tables, call, contexts(), go))
+
+    def _is_idle(self, ctx: Context, call: Call) -> bool:
+        """Whether it is plain to see that no root is due."""
+        if not ctx.uniform or call.offsets is not None or call.group["refresh_delay"]:
+            return False
+        return not is_due(ctx.steps[0], start_step(call.group), call.group["precondition_frequency"], None)
 
     def _replay(self, key: Hashable, launch: Callable[[], Tensor | None]) -> Tensor | None:
         return launch() if self._graphs is None else self._graphs.run((id(self), key), launch)
@@ -165,10 +193,10 @@ class Fleet:
             nesterov=group["nesterov"],
             uniform=ctx.uniform,
             halves=2 if are_products_exact() else 1,
-            plain=keeps_plain(self.parts, group),
+            plain=self._is_odd or group["betas"][0] == 0,
             grad=call.grad_dtype,
             param=call.params[0].dtype if call.params else torch.float32,
-            more=(group["betas"][1], group["exponent"]) if any(not part.two_sided for part in self.parts) else None,
+            more=group["betas"][1] if self._is_odd else None,
         )
 
     def _numbers(self, group: Group) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -280,8 +308,8 @@ class Fleet:
         method = preconditioner_of(self.parts[due[0][0]].key, call.group)
         assert method is not None
         if kind.uniform and not any(job.failing for job in jobs) and method.is_capturable([job.due for job in jobs]):
-            options = tuple(call.group[name] for name in ("eps", "damping", "exponent", "exponent_multiplier"))
-            key = ("refresh", tuple((i, tuple(slots)) for i, slots in due), options, str(call.group["root"]))
+            options = call.group["eps"], call.group["damping"]  # others that matter here make a new fleet
+            key = ("refresh", tuple((i, tuple(slots)) for i, slots in due), options)
             self._replay(key, lambda: refresh(method, jobs))
         else:
             refresh(method, jobs, self.parts[0].bank.aside if call.group["refresh_delay"] else None)
@@ -295,19 +323,25 @@ class Fleet:
                 method.publish(part.state, late)
                 part.bank.refreshed()
 
-    def _bring_up_to_date(self, call: Call, contexts: Sequence[Context]) -> tuple[bool, ...]:
+    def _bring_up_to_date(
+        self, ctx: Context, call: Call, contexts: Callable[[], Sequence[Context]]
+    ) -> tuple[bool, ...]:
         """Which parts are preconditioned; and ``ready``, where that has changed."""
-        started = [
-            started_slots(mine) if part.key.modes else [] for part, mine in zip(self.parts, contexts, strict=True)
-        ]
+        started = started_slots(replace(ctx, steps=ctx.steps[:1]) if ctx.uniform else ctx)
         seen = started, [part.bank.changes for part in self.parts]
         if seen != self._seen:
-            for part, first, slots in zip(self.parts, self.firsts, started, strict=False):
-                if method := preconditioner_of(part.key, call.group):
-                    ready = method.ready(part.state)
-                    self._buffers.ready[first : first + part.n] = ready & from_host(slots, ready)
+            self._go = tuple(self._make_ready(part, i, contexts()[i]) for i, part in enumerate(self.parts))
             self._seen = seen
-        return tuple(part.bank.begun and any(slots) for part, slots in zip(self.parts, started, strict=True))
+        return self._go
+
+    def _make_ready(self, part: Part, i: int, ctx: Context) -> bool:
+        """Mark the slots that are preconditioned; whether there may be any."""
+        method = preconditioner_of(part.key, ctx.group)
+        if method is None:
+            return False
+        started, ready = started_slots(ctx), method.ready(part.state)
+        self._buffers.ready[self.firsts[i] : self.firsts[i + 1]] = ready & from_host(started, ready)
+        return part.bank.begun and any(started)
 
 
 class Buffers:
@@ -331,7 +365,7 @@ class Buffers:
 
     def load(self, numbers: Mapping[str, float], tensors: Mapping[str, Tensor], call: Call) -> None:
         values = torch.tensor([numbers.get(name, 0.0) for name in NAMES], dtype=torch.float64, device="cpu")
-        addresses = [tensor.data_ptr() for tensor in call.sources]
+        addresses = list(call.addresses)
         if call.params is not self._params:  # which seldom move
             for more in (call.params, call.momenta):
                 addresses += [tensor.data_ptr() for tensor in more] if more else [0] * self._size

@@ -391,8 +391,8 @@ class Shampoo(torch.optim.Optimizer):
 
         A step looks at one tensor of the first and the last parameter, saving and loading look at all.
         """
-        pairs = list(zip(self._params, self._views, strict=True))
-        for p, views in pairs if thorough else (*pairs[:1], *pairs[-1:]):
+        some = slice(None) if thorough or not self._params else slice(None, None, max(1, len(self._params) - 1))
+        for p, views in zip(self._params[some], self._views[some], strict=True):
             entry = self.state.get(p, {})
             if any(entry.get(k) is not views[k] for k in (views if thorough else ("step",))):
                 return True

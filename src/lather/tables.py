@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +17,7 @@ from .bank import Bank
 from .blocks import Block
 from .linalg import from_host
 from .plan import BankKey
+from .roots import splits
 from .transforms import State
 
 BLOCK = 4096  # elements of a tile
@@ -28,17 +28,11 @@ LARGEST = 1 << 25  # elements of a fleet, unless one block has more; its buffers
 Group = Mapping[str, Any]
 
 
-@lru_cache
-def available() -> bool:
-    """Whether there is a compiler for the kernels."""
-    return importlib.util.find_spec("triton") is not None
-
-
 def suits(device: str, dtype: str, group: Group) -> bool:
     """Whether the kernels cover parameters of this dtype with these options; the others go bank by bank."""
     filtered = group["beta3"] is None or group["beta3"] == group["betas"][0]
     single = options.state_dtype(group) == torch.float32 and dtype in ("float32", "bfloat16", "float16")
-    return torch.device(device).type == "cuda" and filtered and single and available()
+    return torch.device(device).type == "cuda" and filtered and single and splits()
 
 
 @dataclass(frozen=True)
@@ -137,10 +131,10 @@ def scratch(shares: Sequence[Share], group: Group) -> dict[str, tuple[torch.dtyp
     """Buffers of a fleet, by role: directions, gradients that are needed as they are, and gradients in halves."""
     flat = sum(share.padded for share in shares)
     needs = {"flat": (torch.float32, flat), "halves": (torch.float16, 2 * plane_of(shares))}
-    return needs | ({"plain": (torch.float32, flat)} if keeps_plain(shares, group) else {})
+    return needs | ({"plain": (torch.float32, flat)} if _keeps_plain(shares, group) else {})
 
 
-def keeps_plain(shares: Iterable[Share], group: Group) -> bool:
+def _keeps_plain(shares: Iterable[Share], group: Group) -> bool:
     """Without a filter nothing else remembers gradients; and products of three or more modes go through torch."""
     return group["betas"][0] == 0 or any(share.key.modes and not share.two_sided for share in shares)
 

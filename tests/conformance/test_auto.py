@@ -93,8 +93,7 @@ def test_the_hopeless_are_not_measured(clock):
 
 
 @pytest.mark.parametrize(("ms", "solver"), [(0.9, Minimax()), (0.7, Eigh())])
-def test_noise_does_not_decide(clock, monkeypatch, ms, solver):
-    monkeypatch.setattr(auto, "splits", lambda: True)  # as if minimax were the rule's
+def test_noise_does_not_decide(clock, ms, solver):
     clock.times["eigh"] = ms
     assert choose().solver == solver
 

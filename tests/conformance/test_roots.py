@@ -577,7 +577,7 @@ def test_spelling():
     assert parse("qr(tolerance=inf, iterations=2)") == Qr(2, INF)
     assert spell(Qr(tolerance=INF)) == "qr(tolerance=inf)" and parse("qr(tolerance=inf)") == Qr(tolerance=INF)
     assert resolve("auto", 64, "cpu", 0.25) == Eigh() and resolve("newton", 64, "cpu", 0.25) == Newton()
-    assert resolve("auto", 64, "cuda", 0.25) == Newton() and resolve("auto", 64, "cuda", 0.455) == Eigh()
+    assert resolve("auto", 64, "cuda", 0.25) == Minimax() and resolve("auto", 64, "cuda", 0.455) == Eigh()
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,8 @@ LIVE: dict[str, dict[int, Options]] = {
     "graft_eps": {5: {"graft_eps": 1e-2}},
     "graft_beta2": {5: {"graft_beta2": 0.7}},
     "more often": {8: {"precondition_frequency": 2}},
+    "delay on": {6: {"refresh_delay": 2}},
+    "delay on and off": {1: {"refresh_delay": 1}, 6: {"refresh_delay": 0}, 9: {"refresh_delay": 2}},
     "less often": {10: {"precondition_frequency": 5}},
     "bias_correction": {6: {"bias_correction": False}},
     "maximize": {6: {"maximize": True}, 9: {"maximize": False}},

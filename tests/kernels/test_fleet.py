@@ -94,7 +94,12 @@ def test_agrees_with_the_twin(options):
     assert_close(params, twin.params)
 
 
-@pytest.mark.parametrize("options", [CASES["l2"] | {"betas": (0.9, 0.99)}, CASES["momentum"]], ids=["l2", "momentum"])
+SGD = {"graft": "sgd", "betas": (0.0, 0.99)}  # nothing but the factors' correction depends on the step
+
+
+@pytest.mark.parametrize(
+    "options", [CASES["l2"] | {"betas": (0.9, 0.99)}, CASES["momentum"], SGD], ids=["l2", "momentum", "sgd"]
+)
 def test_missing_gradients_and_memory_in_any_order(options):
     params = parameters()
     params[2] = torch.nn.Parameter(params[2].detach().t().contiguous().t())
@@ -109,6 +114,31 @@ def test_missing_gradients_and_memory_in_any_order(options):
         take(opt, params, grads)
         twin.step(grads)
     assert_close(params, twin.params)
+
+
+def test_a_filter_that_kernels_do_not_have_is_switched_on():
+    params = parameters(WHOLE)
+    opt, twin = pair(params)
+    for step in range(1, 5):
+        if step == 3:
+            opt.param_groups[0]["beta3"] = twin.options["beta3"] = 0.5
+        for p, grad in zip(params, gradients(step, WHOLE), strict=True):
+            p.grad = grad
+        opt.step()
+        twin.step(gradients(step, WHOLE))
+    assert not opt._units[0].fleets
+    assert_close(params, twin.params)
+
+
+def test_an_element_without_a_finite_direction_stays():
+    """As where directions travel: a root that overflows on a gradient does not spoil the weights."""
+    params = parameters([(8, 8)])
+    opt = run(params, 1, 4, [(8, 8)], graft=None, betas=(0.0, 0.99))
+    with torch.no_grad():
+        opt._banks[0].state["X0"][0, 0].fill_(3e38)
+        opt._banks[0].state["X1"].mul_(1e3)
+    take(opt, params, gradients(5, [(8, 8)]))
+    assert params[0].isfinite().all()
 
 
 def test_a_parameter_is_given_another_memory_format():
@@ -258,6 +288,7 @@ def test_gradients_from_stacks_and_directions_that_leave(raw, betas):
             offsets=None,
             scratch=scratch,
             sources=[filled[i] for i in fleet.members] if raw else stacks,
+            addresses=[x.data_ptr() for x in ([filled[i] for i in fleet.members] if raw else stacks)],
             grad_dtype=torch.float32,
             params=[others[i].detach() for i in fleet.members] if raw else (),
         )

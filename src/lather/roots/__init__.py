@@ -16,6 +16,7 @@ from .higher_order import HigherOrder
 from .minimax import Minimax
 from .newton import Newton
 from .numerics import are_products_exact, power, products_in, relative_ridge
+from .products import splits
 from .qr import Qr
 from .spec import SOLVERS, parse, resolve, spell
 from .track import Track
@@ -47,6 +48,7 @@ __all__ = [
     "resolve",
     "solve",
     "spell",
+    "splits",
 ]
 
 

@@ -29,7 +29,6 @@ from .eigh import Eigh
 from .minimax import Minimax
 from .newton import Newton
 from .numerics import full_precision
-from .products import splits
 
 SMALLEST = 32  # below it eigh is a last resort: it would often win, and make the host wait for every refresh
 NUMEL = 1 << 23  # elements of a stack that is measured, enough to keep a device busy
@@ -74,13 +73,12 @@ _measured: dict[tuple[str, Task], dict[str, float]] = {}
 def choose(device: torch.device | str, e: float) -> RootSolver:
     """The solver for roots of exponent `e` on `device`, as far as a rule can tell.
 
-    On CUDA eigh takes its matrices one by one; solvers made of products do not: `minimax`, whose products need a compiler
-    for its kernels, or `newton`. Everywhere else eigh. How many matrices there are is left out on purpose: it differs
-    between ranks.
+    On CUDA eigh takes its matrices one by one; solvers made of products do not, and `minimax` has the fewest of them.
+    Everywhere else eigh. How many matrices there are is left out on purpose: it differs between ranks.
     """
     if torch.device(device).type != "cuda" or not supports(e):
         return Eigh()
-    return Minimax() if splits() else Newton()
+    return Minimax()
 
 
 def chosen(choices: Choices, d: int, device: torch.device | str, e: float) -> Choice | None:
