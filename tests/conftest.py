@@ -15,3 +15,11 @@ settings.load_profile("lather")
 def _seed() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+LONG = ("test_kernels.py", "test_examples.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests first: begun last they would run alone at the end."""
+    items.sort(key=lambda item: item.path.name not in LONG)

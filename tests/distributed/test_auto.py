@@ -52,17 +52,16 @@ def _choose_on_meshes(ranks: dict[str, list[int]], clocks: Any) -> Any:
         return {key: choice.solver.name for key, choice in roots.decide(*call.args).items()}
 
 
+CLOCKS = (BY_RANK, "eigh", {"minimax": 9.0, "eigh": 4.0})
+COMPILERS = (NO_COMPILER, "newton", {"minimax": math.inf, "newton": 5.0})
+
+
 @pytest.mark.parametrize(
-    ("clocks", "solver", "times"),
-    [(BY_RANK, "eigh", {"minimax": 9.0, "eigh": 4.0}), (NO_COMPILER, "newton", {"minimax": math.inf, "newton": 5.0})],
-    ids=["clocks", "compilers"],
-)
-@pytest.mark.parametrize(
-    ("layout", "options"),
+    ("layout", "options", "clocks", "solver", "times"),
     [
-        ("ddp2", {}),
-        ("ddp2", {"num_trainers_per_group": 1, "refresh": "staggered"}),
-        ("fsdp2", {"refresh": "staggered"}),
+        ("ddp2", {}, *CLOCKS),
+        ("ddp2", {"num_trainers_per_group": 1, "refresh": "staggered"}, *COMPILERS),
+        ("fsdp2", {"refresh": "staggered"}, *CLOCKS),
     ],
     ids=["ddp", "repeated", "fsdp"],
 )
