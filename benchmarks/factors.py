@@ -19,43 +19,11 @@ import lzma
 import pathlib
 
 import torch
+from models import Transformer
 from torch import nn
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 
 import lather
-
-
-class Layer(nn.Module):
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x):
-        batch, length, width = x.shape
-        heads = [y.view(batch, length, self.heads, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1)]
-        mixed = scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(gelu(self.up(self.norm2(x))))
-
-
-class Model(nn.Module):
-    def __init__(self, width: int, layers: int, context: int):
-        super().__init__()
-        self.token, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
-        self.layers = nn.ModuleList(Layer(width, max(1, width // 64)) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
-        for p in self.parameters():
-            if p.dim() == 2:
-                nn.init.normal_(p, std=0.02)
-
-    def forward(self, x):
-        h = self.token(x) + self.position.weight[: x.shape[1]]
-        for layer in self.layers:
-            h = layer(h)
-        return self.head(self.norm(h))
 
 
 def generated(size: int = 1 << 20) -> bytes:
@@ -115,7 +83,8 @@ class Recorder:
 def record(args: argparse.Namespace) -> dict:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
-    model = Model(args.width, args.layers, args.context).to(device)
+    heads = max(1, args.width // 64)
+    model = Transformer(args.layers, args.width, heads, 256, args.context, tied=False, bias=False).to(device)
     opt = lather.Shampoo(
         model.named_parameters(),
         lr=args.lr,

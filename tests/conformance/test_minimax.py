@@ -30,14 +30,6 @@ KNOWN = {
 POWERS = [1, 2, 3, 4, 6, 8, 16, 32]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def factors(d: int, decades: float, n: int = 3, seed: int = 0) -> torch.Tensor:
     """[n, d, d] float64: eigenvalues from 1 down, evenly in the logarithm, eigenvectors at random."""
     g = torch.Generator().manual_seed(seed)

@@ -40,14 +40,6 @@ EXPONENTS = [1 / 2, 1 / 4, 1 / 6, 1.82 / 4]
 each_solver = pytest.mark.parametrize("solver", SOLVERS, ids=spell)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # --- matrices and references
 
 

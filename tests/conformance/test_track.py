@@ -16,14 +16,6 @@ from lather.roots.track import cholesky_qr, jacobi
 TRACKS = pytest.mark.parametrize("solver", [Track(), Track(iterations=2)], ids=spell)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Moving:
     """A moving average of Gram matrices of few samples, whose covariance turns too: real factors move like this."""
 

@@ -13,6 +13,13 @@ CAP = 0.5
 FLOOR = 4.0  # roundings of the largest eigenvalue below which an eigenvalue is not resolved
 
 
+def first_basis(n: int, d: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
+    """What a solver that follows a basis starts from: the identity, for `n` slots."""
+    q = torch.zeros(n, d, d, dtype=dtype, device=device)
+    diagonal(q).fill_(1)
+    return {"Q": q}
+
+
 def diagonal(s: Tensor) -> Tensor:
     """[n, d] of [n, d, d], a view."""
     return s.diagonal(dim1=1, dim2=2)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..linalg import per_slot, symmetrize
 from .base import Basis, EigenSolver, Root, lift, settle
 from .eigh import decompose
-from .firstorder import correction, coupling, diagonal
+from .firstorder import correction, coupling, diagonal, first_basis
 from .numerics import eye_like, normalize, power
 
 
@@ -53,9 +53,7 @@ class Qr(EigenSolver):
             raise ValueError(f"tolerance={self.tolerance!r} must be positive; inf never falls back to eigh")
 
     def init(self, n: int, d: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
-        q = torch.zeros(n, d, d, dtype=dtype, device=device)
-        q.diagonal(dim1=1, dim2=2).fill_(1)
-        return {"Q": q}
+        return first_basis(n, d, dtype, device)
 
     def flops(self, d: int) -> float:
         return d**3 * (14 / 3 * self.iterations + 8.3)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..linalg import symmetrize
 from .base import Basis, EigenSolver, Root, settle
-from .firstorder import coupling, diagonal, first_order
+from .firstorder import coupling, diagonal, first_basis, first_order
 from .numerics import column, normalize
 
 SHIFTS = (1.0, 0.1)  # of the passes of CholeskyQR, in units of d roundings
@@ -58,9 +58,7 @@ class Track(EigenSolver):
             raise ValueError(f"tolerance={self.tolerance!r} must be positive; inf takes every finite root")
 
     def init(self, n: int, d: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
-        q = torch.zeros(n, d, d, dtype=dtype, device=device)
-        q.diagonal(dim1=1, dim2=2).fill_(1)
-        return {"Q": q}
+        return first_basis(n, d, dtype, device)
 
     def flops(self, d: int) -> float:
         return d**3 * (26 / 3 * self.iterations + 52 / 3)  # a product 2, a triangular solve 1, a Cholesky 1/3
