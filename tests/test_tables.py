@@ -72,9 +72,9 @@ def test_places(shape, strides, expected):
 def test_a_share():
     share = Share(key((24, 40)), 2, 5)
     assert (share.n, share.numel, share.padded) == (3, 960, 2880)
-    assert share.two_sided and share.half_shape == (64, 64) and share.half_numel == 3 * 64 * 64
+    assert share.boxed and share.half_shape == (64, 1, 64) and share.half_numel == 3 * 64 * 64
     vector = Share(key((33,), ()), 0, 3)
-    assert vector.padded == 112 and not vector.two_sided and vector.half_numel == 0
+    assert vector.padded == 112 and not vector.boxed and vector.half_numel == 0
 
 
 @given(
@@ -127,9 +127,10 @@ def test_only_cuda_has_fleets(monkeypatch):
 
 
 def test_scratch():
-    matrices, convolutions, vectors = (
+    matrices, thin, thick, vectors = (
         Share(key((24, 40)), 0, 3),
-        Share(key((4, 3, 2), ("full",) * 3), 0, 2),
+        Share(key((4, 70, 9), ("full",) * 3), 0, 2),
+        Share(key((4, 3, 17), ("full",) * 3), 0, 2),
         Share(key((33,), ()), 0, 1),
     )
     plane = 3 * 64 * 64 + tables.SIDE * 64
@@ -137,7 +138,9 @@ def test_scratch():
         "flat": (torch.float32, 2880 + 48),
         "halves": (torch.float16, 2 * plane),
     }
-    assert scratch([matrices, convolutions], GROUP)["plain"] == (torch.float32, 2880 + 48)
+    plane = 2 * 64 * 9 * 128 + tables.SIDE * 9 * 128
+    assert scratch([thin], GROUP) == {"flat": (torch.float32, 2 * 2520), "halves": (torch.float16, 2 * plane)}
+    assert scratch([matrices, thick], GROUP)["plain"] == (torch.float32, 2880 + 416)
     assert "plain" in scratch([matrices], GROUP | {"betas": (0.0, 0.999)})
     assert scratch([vectors], GROUP)["halves"] == (torch.float16, 0)
 
@@ -169,7 +172,7 @@ def test_tables(monkeypatch):
     made = Tables(found.parts, halves)
     blocks = [block for part in found.parts for block in part.blocks]
     rows = torch.cat([tiles for tiles, *_ in made._ranges])
-    assert [whole for *_, whole in made._ranges] == [True, False]
+    assert [level for *_, level in made._ranges] == [tables.WHOLE, tables.LOOSE]
     assert sorted(set(made._ranges[0][0][:, 0].tolist())) == [
         i for i, block in enumerate(blocks) if block.param in (0, 1)
     ]
@@ -196,6 +199,40 @@ def test_tables(monkeypatch):
     assert sorted(map(tuple, tall[:, 6:].tolist())) == sorted(2 * [(0, 0), (1, 0), (1, 1)])
 
 
+@pytest.mark.parametrize(
+    ("at", "numel", "level"),
+    [
+        (Place(8, (32,), (1,)), 32, tables.WHOLE),
+        (Place(16, (4, 8), (24, 1)), 32, tables.ROWS),
+        (Place(0, (2, 2, 8), (48, 24, 1)), 32, tables.ROWS),
+        (Place(4, (32,), (1,)), 32, tables.LOOSE),
+        (Place(0, (36,), (1,)), 36, tables.LOOSE),
+        (Place(0, (8, 4), (24, 1)), 32, tables.LOOSE),
+        (Place(0, (4, 8), (20, 1)), 32, tables.LOOSE),
+        (Place(0, (4, 8), (8, 2)), 32, tables.LOOSE),
+    ],
+)
+def test_alignment(at, numel, level):
+    assert tables._alignment(at, numel) == level
+
+
+def test_thin_modes_are_summed_in_chunks_of_rows(monkeypatch):
+    monkeypatch.setattr(tables, "CHUNK", 1280)  # ten rows of 128 columns
+    options = {"max_preconditioner_dim": 100, "merge_dims": False}
+    opt, found = fleet_of([(4, 30), (20, 70, 9), (20, 70, 9)], monkeypatch, **options)
+    halves = torch.zeros(scratch(found.parts, opt.param_groups[0])["halves"][1], dtype=torch.float16)
+    made = Tables(found.parts, halves)
+    chunks, slots = made.thin
+    (part,) = [part for part in found.parts if part.thin > 1]
+    assert chunks[:, 1:].tolist() == 2 * [*6 * [[10, 9, 128]], [4, 9, 128]] and made.sums.shape == (14, 16, 16)
+    assert (chunks[1:7, 0] - chunks[:6, 0]).eq(2 * 10 * 9 * 128).all() and chunks[7, 0] - chunks[
+        0, 0
+    ] == 2 * 64 * 9 * 128
+    first = found.firsts[found.parts.index(part)]
+    assert slots[:, :3].tolist() == [[first, 0, 7], [first + 1, 7, 7]]
+    assert slots[:, 3].tolist() == [part.state["L2"][i].data_ptr() for i in range(2)]
+
+
 def test_launch_goes_over_all_tiles(monkeypatch):
     opt, found = fleet_of([(24, 16), (9,)], monkeypatch)
     made = Tables(found.parts, torch.zeros(scratch(found.parts, opt.param_groups[0])["halves"][1], dtype=torch.float16))
@@ -207,7 +244,10 @@ def test_launch_goes_over_all_tiles(monkeypatch):
 
     made.launch(Kernel(), "partial", {"flat": 1})
     made.launch(Kernel(), None, {"flat": 1})
-    assert [(grid, arguments["ALIGNED"]) for grid, arguments in calls] == 2 * [((1,), True), ((1,), False)]
+    assert [(grid, arguments["ALIGNED"]) for grid, arguments in calls] == 2 * [
+        ((1,), tables.WHOLE),
+        ((1,), tables.LOOSE),
+    ]
     assert calls[0][1]["partial"].data_ptr() == made.partial.data_ptr() and "partial" not in calls[2][1]
 
 

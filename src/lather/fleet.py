@@ -26,7 +26,7 @@ from .options import start_step
 from .roots import are_products_exact
 from .schedule import is_due
 from .store import Arena
-from .tables import DEPTH, REDUCE, SIDE, Group, Part, Tables, plane_of, scratch, starts
+from .tables import DEPTH, REDUCE, SIDE, THIN, Group, Part, Tables, plane_of, scratch, starts
 from .transforms import Context, filter_correction
 
 # Numbers of a step that may change without a new kernel or graph, as kernels know them.
@@ -89,11 +89,13 @@ class Fleet:
         self.n, self.members = len(self.params), tuple(dict.fromkeys(self.params))
         self._bound: tuple[Any, list[tuple[int, Tensor, tuple[int, ...]]], list[Tensor], list[Tensor]] | None = None
         self._scratch: dict[bool, dict[str, Tensor]] = {}
-        self._is_odd = any(part.key.modes and not part.two_sided for part in parts)
+        self._is_odd = any(part.key.modes and not part.boxed for part in parts)
         self.firsts = starts(part.n for part in parts)  # number of each part's first slot
         self.starts = starts(part.padded for part in parts)  # of each part in flat buffers
         self._plane = plane_of(parts)
-        self._is_padded = any(part.half_shape != part.shape for part in parts if part.two_sided)
+        self._is_padded = any(
+            (rows, columns) != part.shape[:2] for part in parts if part.boxed for rows, _, columns in [part.half_shape]
+        )
         self._graphs = graphs
         self._tables: Tables | None = None
         self._buffers = Buffers(self.n, 1 + max(i for part in parts for i in part.tensors), self.device)
@@ -238,16 +240,25 @@ class Fleet:
         copies = {"flat": call.scratch.get("plain"), "plane": self._plane, "FLAT_G": kind.plain, "HALVES": kind.halves}
         made = {"FILTER": kind.filtered, "SECOND": kind.second}
         tables.launch(kernels.average, "own", {**reading, **slots, **copies, **made})
+        packed = call.group["factors"] == "packed"
         for jobs, rows, even in tables.jobs:
             kernels.gram[jobs.shape[0],](
                 jobs, b.alive, b.scale, self._plane, b.numbers,
-                HALVES=kind.halves, ROWS=rows, EVEN=even, PACKED=call.group["factors"] == "packed", SIDE=SIDE, DEPTH=DEPTH,
+                HALVES=kind.halves, ROWS=rows, EVEN=even, PACKED=packed, SIDE=SIDE, DEPTH=DEPTH,
                 num_warps=8, num_stages=3,
             )  # fmt: skip
+        if tables.thin is not None:
+            chunks, ends = tables.thin
+            kernels.thin_products[chunks.shape[0],](
+                chunks, tables.sums, self._plane, HALVES=kind.halves, SIDE=THIN, DEPTH=DEPTH, num_warps=1
+            )
+            kernels.thin_factors[ends.shape[0],](
+                ends, tables.sums, b.alive, b.scale, b.numbers, PACKED=packed, SIDE=THIN, num_warps=4
+            )
         works = []
         for i, (part, ctx) in enumerate(zip(self.parts, contexts, strict=True)):
             method = preconditioner_of(part.key, call.group)
-            if method and not part.two_sided:
+            if method and not part.boxed:
                 works.append(partial(method.accumulate, part.state, self.stack(call.scratch["plain"], i), ctx))
         side_by_side(works)
 

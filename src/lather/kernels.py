@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-(SLOT, TENSOR, START, NUMEL, BASE, N1, N2, S0, S1, S2, FLAT, M, V, HALF, COLS, LD) = map(tl.constexpr, range(16))
-WIDTH = tl.constexpr(16)
+(SLOT, TENSOR, START, NUMEL, BASE, N1, N2, S0, S1, S2, FLAT, M, V, HALF, COLS, LD, THIN) = map(tl.constexpr, range(17))
+WIDTH = tl.constexpr(17)
 # Numbers of a step: float64, in the order of lather.fleet.NAMES.
 (SIGN, L2, TAKE1, KEEP2, TAKE2, FIRST, SECOND_, EPS, KEEP, TAKE, LR, DECAY, MOMENTUM_, DAMP) = map(
     tl.constexpr, range(14)
@@ -32,16 +32,20 @@ def _at(start, offset, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _in_tensor(tensors, row, index, ALIGNED: tl.constexpr, DTYPE: tl.constexpr):
-    """Where elements ``index`` of a tile's block lie in the tensor that holds it; an aligned block lies in one piece."""
+    """Where elements ``index`` of a tile's block lie in the tensor that holds it. ``ALIGNED`` 2: in one piece; 1: in rows
+    that whole vectors make up; 0: in any way."""
     start = tl.load(tensors + tl.load(row + TENSOR)).to(tl.pointer_type(DTYPE)) + tl.load(row + BASE)
-    if ALIGNED:
+    if ALIGNED == 2:
         return _at(start, index, ALIGNED)
     n1, n2 = tl.load(row + N1).to(tl.int32), tl.load(row + N2).to(tl.int32)
     i2 = index % n2
     i01 = index // n2
     i1 = i01 % n1
     i0 = (i01 // n1).to(tl.int64)
-    return start + i0 * tl.load(row + S0) + i1 * tl.load(row + S1) + i2 * tl.load(row + S2)
+    outer = i0 * tl.load(row + S0) + i1 * tl.load(row + S1)
+    if ALIGNED == 1:
+        return tl.max_contiguous(tl.multiple_of(start + (outer + i2), 16), 8)
+    return start + outer + i2 * tl.load(row + S2)
 
 
 @triton.jit
@@ -112,6 +116,12 @@ def look_at_gradients(slots, partial, active, counts, alive, scale, n, BLOCK: tl
 
 
 @triton.jit
+def _three(row):
+    """Of a block in halves: columns, elements between the starts of rows, and elements of the thin mode between them."""
+    return tl.load(row + COLS).to(tl.int32), tl.load(row + LD).to(tl.int32), tl.load(row + THIN).to(tl.int32)
+
+
+@triton.jit
 def _corrections(numbers, corrections, slot, n, UNIFORM: tl.constexpr):
     """What the filter and the graft's second moment are divided by: for all slots, or for each."""
     if UNIFORM:
@@ -149,17 +159,18 @@ def average(
     if HALVES > 0:
         half = tl.load(row + HALF).to(tl.pointer_type(tl.float16))
         if tl.load(row + HALF) != 0:
-            cols, ld = tl.load(row + COLS).to(tl.int32), tl.load(row + LD).to(tl.int32)
+            cols, ld, thin = _three(row)
             x = g * tl.load(scale + slot)
             high = x.to(tl.float16)
             low = ((x - high.to(tl.float32)) * LOW).to(tl.float16)
-            if ALIGNED and cols == ld:
+            if ALIGNED and (cols == ld) & (thin == 1):
                 at = _at(half, index, ALIGNED)
                 tl.store(at, high, inside)
                 if HALVES == 2:
                     tl.store(at + plane, low, inside)
             else:
-                at = half + index // cols * ld + index % cols
+                across = index // thin
+                at = half + ((across // cols * thin + index % thin) * ld + across % cols)
                 tl.store(at, high, inside)
                 if HALVES == 2:
                     tl.store(at + plane, low, inside)
@@ -262,13 +273,33 @@ def _lower(tile):
 
 
 @triton.jit
+def _grow(factor, total, slot, ri, rj, side, alive, scale, numbers, EVEN: tl.constexpr, PACKED: tl.constexpr):
+    """A tile of a factor takes in a product of scaled gradients."""
+    inside = (ri[:, None] < side) & (rj[None, :] < side)
+    if PACKED:
+        at = factor + ((ri * (ri + 1) // 2)[:, None] + rj[None, :])
+        inside = inside & (rj[None, :] <= ri[:, None])
+    else:
+        at = factor + (ri[:, None] * side + rj[None, :])
+        if EVEN:
+            at = tl.multiple_of(at, (16, 16))
+    s = 1 / tl.load(scale + slot)
+    old = tl.load(at, inside, 0.0)
+    grown = _number(numbers, KEEP) * old + _number(numbers, TAKE) * (total * s * s)
+    new = tl.where(tl.load(alive + slot) != 0, grown, old)
+    tl.store(at, new, inside)
+    return new
+
+
+@triton.jit
 def gram(
     jobs, alive, scale, plane, numbers,
     HALVES: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr,
     SIDE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """``L <- keep L + take G G^T`` (``ROWS``) or ``G^T G`` for the jobs of a table: one triangle of tiles, mirrored, or of a
-    ``PACKED`` factor the elements of the lower triangle, which is all there is.
+    ``PACKED`` factor the elements of the lower triangle, which is all there is. A thin box ``[rows, thin, columns]`` is a matrix
+    of its rows, or of its columns.
 
     A job: slot, address of G in halves, elements between its rows, elements to sum over (a multiple of DEPTH), address
     of L, its side, row and column of the tile.
@@ -302,26 +333,53 @@ def gram(
         total += low / LOW
         if tl.load(job + 6) == tl.load(job + 7):
             total = (total + total.T) / 2
-    s = 1 / tl.load(scale + slot)
-    inside = (ri[:, None] < side) & (rj[None, :] < side)
     factor = tl.load(job + 4).to(tl.pointer_type(tl.float32))
-    if PACKED:
-        at = factor + ((ri * (ri + 1) // 2)[:, None] + rj[None, :])
-        inside = inside & (rj[None, :] <= ri[:, None])
-    else:
-        at = factor + (ri[:, None] * side + rj[None, :])
-        if EVEN:
-            at = tl.multiple_of(at, (16, 16))
-    old = tl.load(at, inside, 0.0)
-    grown = _number(numbers, KEEP) * old + _number(numbers, TAKE) * (total * s * s)
-    new = tl.where(tl.load(alive + slot) != 0, grown, old)
-    tl.store(at, new, inside)
+    new = _grow(factor, total, slot, ri, rj, side, alive, scale, numbers, EVEN, PACKED)
     if not PACKED:  # noqa: SIM102 (Triton evaluates both sides of `and`)
         if tl.load(job + 6) != tl.load(job + 7):
             mirror = factor + (rj[:, None] * side + ri[None, :])
             if EVEN:
                 mirror = tl.multiple_of(mirror, (16, 16))
             tl.store(mirror, new.T, (rj[:, None] < side) & (ri[None, :] < side))
+
+
+@triton.jit
+def thin_products(jobs, sums, plane, HALVES: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr):
+    """``sums[job]``: ``G_r G_r^T`` added up over some rows of a box ``[rows, thin, columns]`` in halves.
+
+    A job: address of the first row, rows, elements of the thin mode, elements between them (a multiple of DEPTH).
+    """
+    job = jobs + tl.program_id(0) * 4
+    g = tl.load(job).to(tl.pointer_type(tl.float16))
+    thin = tl.load(job + 2).to(tl.int32)
+    ld = tl.multiple_of(tl.load(job + 3).to(tl.int32), DEPTH)
+    k = tl.arange(0, SIDE)
+    at, inside = g + (k[:, None] * ld + tl.arange(0, DEPTH)[None, :]), k[:, None] < thin
+    total = tl.zeros([SIDE, SIDE], tl.float32)
+    low = tl.zeros([SIDE, SIDE], tl.float32)
+    per = ld // DEPTH
+    for step in range(0, tl.load(job + 1).to(tl.int32) * per):
+        here = tl.multiple_of(at + (step // per * thin * ld + step % per * DEPTH), (16, 16))
+        x = tl.load(here, inside, 0.0)
+        total = tl.dot(x, x.T, total)
+        if HALVES == 2:
+            low = tl.dot(x, tl.load(here + plane, inside, 0.0).T, low)
+    if HALVES == 2:
+        total += (low + low.T) / LOW
+    tl.store(sums + tl.program_id(0) * SIDE * SIDE + k[:, None] * SIDE + k[None, :], total)
+
+
+@triton.jit
+def thin_factors(slots, sums, alive, scale, numbers, PACKED: tl.constexpr, SIDE: tl.constexpr):
+    """As :func:`gram`, for thin modes, from sums over chunks. A row: slot, its first chunk, how many, address of L, its side."""
+    row = slots + tl.program_id(0) * 5
+    slot, first, side = tl.load(row), tl.load(row + 1), tl.load(row + 4).to(tl.int32)
+    k = tl.arange(0, SIDE)
+    total = tl.zeros([SIDE, SIDE], tl.float32)
+    for i in range(0, tl.load(row + 2)):
+        total += tl.load(sums + (first + i) * SIDE * SIDE + k[:, None] * SIDE + k[None, :])
+    factor = tl.load(row + 3).to(tl.pointer_type(tl.float32))
+    _grow(factor, total, slot, k, k, side, alive, scale, numbers, False, PACKED)
 
 
 @triton.jit

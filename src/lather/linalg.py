@@ -128,6 +128,14 @@ def mode_product(x: Tensor, factor: Tensor, mode: int, out: Tensor | None = None
     return product if out is None else out.copy_(product)
 
 
+def rotate(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
+    """Multiply the last mode by a symmetric matrix ``[n, d, d]`` and bring it to the front, ``[n, ..., d]`` to
+    ``[n, d, ...]``: after as many of these as there are modes all are in their places, and nothing was copied."""
+    n, *others, d = x.shape
+    into = None if out is None else out.view(n, d, -1)
+    return torch.bmm(factor, x.reshape(n, -1, d).mT, out=into).view(n, d, *others)
+
+
 def symmetrize(a: Tensor) -> Tensor:
     return (a + a.mT) / 2
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from .transforms import State
 BLOCK = 4096  # elements of a tile
 REDUCE = 128  # tiles of a slot that are added up at a time
 SIDE, DEPTH = 128, 64  # tiles of a product, and how much of the sum they take at a time
+THIN = 16  # elements of a last mode, at most, of which kernels keep the factor
+CHUNK = 4096  # elements of a thin mode that are summed by one program
 LARGEST = 1 << 25  # elements of a fleet, unless one block has more; its buffers are as large
 
 Group = Mapping[str, Any]
@@ -90,19 +92,25 @@ class Share:
         return -(-self.n * self.numel // 16) * 16
 
     @property
-    def two_sided(self) -> bool:
-        """Matrices with two full factors, as nearly all are."""
-        return self.key.modes == ("full", "full")
+    def thin(self) -> int:
+        """Elements of the third mode, such as the 3 x 3 of a convolution; 1 for a matrix."""
+        return self.shape[2] if len(self.shape) == 3 else 1
 
     @property
-    def half_shape(self) -> tuple[int, int]:
-        """Rows and columns that a matrix takes in halves: products read whole tiles."""
-        rows, columns = (-(-d // DEPTH) * DEPTH for d in self.shape)
-        return rows, columns
+    def boxed(self) -> bool:
+        """Whether kernels keep the factors: matrices, or thin boxes, with full ones, as nearly all are."""
+        order = len(self.shape)
+        return self.key.modes in (("full",) * 2, ("full",) * 3) and order == len(self.key.modes) and self.thin <= THIN
+
+    @property
+    def half_shape(self) -> tuple[int, int, int]:
+        """What a block takes in halves, as ``[rows, thin, columns]``: products read whole tiles."""
+        rows, columns = (-(-d // DEPTH) * DEPTH for d in self.shape[:2])
+        return rows, self.thin, columns
 
     @property
     def half_numel(self) -> int:
-        return self.n * math.prod(self.half_shape) if self.two_sided else 0
+        return self.n * math.prod(self.half_shape) if self.boxed else 0
 
 
 def divide(banks: Iterable[tuple[BankKey, int]], groups: Sequence[Group], cut: bool) -> list[list[Share]]:
@@ -135,13 +143,13 @@ def scratch(shares: Sequence[Share], group: Group) -> dict[str, tuple[torch.dtyp
 
 
 def _keeps_plain(shares: Iterable[Share], group: Group) -> bool:
-    """Without a filter nothing else remembers gradients; and products of three or more modes go through torch."""
-    return group["betas"][0] == 0 or any(share.key.modes and not share.two_sided for share in shares)
+    """Without a filter nothing else remembers gradients; and other factors than of boxes go through torch."""
+    return group["betas"][0] == 0 or any(share.key.modes and not share.boxed for share in shares)
 
 
 def plane_of(shares: Sequence[Share]) -> int:
     """Elements of the high halves; the low ones follow. Tiles of products may read past the last row."""
-    widest = max((share.half_shape[1] for share in shares if share.two_sided), default=0)
+    widest = max((math.prod(share.half_shape[1:]) for share in shares if share.boxed), default=0)
     return sum(share.half_numel for share in shares) + SIDE * widest
 
 
@@ -169,14 +177,15 @@ class Part(Share):
 class Tables:
     """What kernels look up on the device: where everything is. Made once; see :mod:`lather.kernels` for the columns.
 
-    ``halves`` is the buffer for gradients in halves. ``jobs`` are the tiles of all factors, ``slots`` say which tiles are a
-    slot's, ``partial`` and ``own`` hold sums over tiles, ``skipped`` where a slot's gradients that are not finite are counted.
+    ``halves`` is the buffer for gradients in halves. ``jobs`` are the tiles of all factors, those of thin modes apart,
+    ``slots`` say which tiles are a slot's, ``partial`` and ``own`` hold sums over tiles, ``skipped`` where a slot's gradients
+    that are not finite are counted.
     """
 
     def __init__(self, parts: Sequence[Part], halves: Tensor) -> None:
         device = halves.device
         lines, aligned = _slot_rows(parts, halves)
-        order = sorted(range(len(lines)), key=lambda slot: not aligned[slot])  # stable: aligned slots come first
+        order = sorted(range(len(lines)), key=lambda slot: -aligned[slot])  # stable
         table = torch.tensor([lines[slot] for slot in order], dtype=torch.int64, device="cpu")
         counts = -(-table[:, 3] // BLOCK)
         firsts = counts.cumsum(0) - counts
@@ -187,42 +196,59 @@ class Tables:
         skipped = [part.bank.counts[0, i].data_ptr() for part in parts for i in range(part.start, part.stop)]
         self.slots, self.skipped = slots.to(device), from_host(skipped, halves, torch.int64)
         self.partial, self.own = torch.zeros(2, len(tiles), device=device).unbind()
-        split, tiles = int(counts[: sum(aligned)].sum()), tiles.to(device)
+        ends = starts(aligned.count(level) for level in LEVELS)
+        bounds, tiles = [int(counts[:end].sum()) for end in ends], tiles.to(device)
         self._ranges = [
-            (tiles[a:b], {"partial": self.partial[a:b], "own": self.own[a:b]}, whole)
-            for a, b, whole in ((0, split, True), (split, len(tiles), False))
+            (tiles[a:b], {"partial": self.partial[a:b], "own": self.own[a:b]}, level)
+            for (a, b), level in zip(pairwise(bounds), LEVELS, strict=True)
             if b > a
         ]
         kinds = [(by_rows, even) for by_rows in (True, False) for even in (True, False)]
         found = [(_jobs(parts, halves, rows, even), rows, even) for rows, even in kinds]
-        self.jobs = [(torch.tensor(jobs, device="cpu").to(device), rows, even) for jobs, rows, even in found if jobs]
+        self.jobs = [(_table(jobs, device), rows, even) for jobs, rows, even in found if jobs]
+        chunks, thin = _thin_jobs(parts, halves)
+        self.thin = (_table(chunks, device), _table(thin, device)) if thin else None
+        self.sums = torch.zeros(len(chunks), THIN, THIN, device=device)
 
     def launch(self, kernel: Any, partial: str | None, arguments: Mapping[str, Any]) -> None:
-        """Over all tiles: those of aligned slots, and the others. ``partial`` names where sums over tiles go."""
+        """Over all tiles, by how they are aligned. ``partial`` names where sums over tiles go."""
         for tiles, sums, aligned in self._ranges:
             more = {} if partial is None else {"partial": sums[partial]}
             kernel[tiles.shape[0],](tiles=tiles, **more, **arguments, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8)
 
 
-def _slot_rows(parts: Sequence[Part], halves: Tensor) -> tuple[list[list[int]], list[bool]]:
-    """A row for every slot, in the columns of the kernels' tables, and whether the slot can be read in whole vectors."""
+def _table(rows: list[list[int]], device: torch.device) -> Tensor:
+    return torch.tensor(rows, device="cpu").to(device)
+
+
+def _slot_rows(parts: Sequence[Part], halves: Tensor) -> tuple[list[list[int]], list[int]]:
+    """A row for every slot, in the columns of the kernels' tables, and how it is aligned."""
     rows: list[list[int]] = []
     aligned = []
     flats, half_starts = starts(part.padded for part in parts), starts(part.half_numel for part in parts)
     for part, flat, half in zip(parts, flats, half_starts, strict=False):
         m, v = (part.state[role].data_ptr() if role in part.state else 0 for role in ("m", "v"))
-        cols, ld = (part.shape[1], part.half_shape[1]) if part.two_sided else (1, 1)
+        cols, ld, thin = (part.shape[1], part.half_shape[2], part.thin) if part.boxed else (1, 1, 1)
         for i, (tensor, at) in enumerate(zip(part.tensors, part.places, strict=True)):
             fill = 3 - len(at.sizes)
             sizes, strides = (1,) * fill + at.sizes, (0,) * fill + at.strides
             begin = i * part.numel
-            address = halves.data_ptr() + 2 * (half + i * math.prod(part.half_shape)) if part.two_sided else 0
+            address = halves.data_ptr() + 2 * (half + i * math.prod(part.half_shape)) if part.boxed else 0
             where = (tensor, 0, part.numel, at.base, sizes[1], sizes[2], *strides)
             state = (m and m + 4 * begin, v and v + 4 * begin)
-            rows.append([len(rows), *where, flat + begin, *state, address, cols, ld])
-            whole = at.sizes == (part.numel,) and at.strides == (1,)
-            aligned.append(whole and at.base % 8 == 0 and part.numel % 8 == 0)
+            rows.append([len(rows), *where, flat + begin, *state, address, cols, ld, thin])
+            aligned.append(_alignment(at, part.numel))
     return rows, aligned
+
+
+LEVELS = WHOLE, ROWS, LOOSE = 2, 1, 0
+
+
+def _alignment(at: Place, numel: int) -> int:
+    """Whether a block lies in one piece that can be read in whole vectors, or in rows that can, or neither."""
+    if at.strides[-1] != 1 or any(x % 8 for x in (at.base, numel, at.sizes[-1], *at.strides[:-1])):
+        return LOOSE
+    return WHOLE if len(at.sizes) == 1 else ROWS
 
 
 def _jobs(parts: Sequence[Part], halves: Tensor, by_rows: bool, even: bool) -> list[list[int]]:
@@ -230,18 +256,38 @@ def _jobs(parts: Sequence[Part], halves: Tensor, by_rows: bool, even: bool) -> l
     found = []
     firsts, half_starts = starts(part.n for part in parts), starts(part.half_numel for part in parts)
     for part, first, half in zip(parts, firsts, half_starts, strict=False):
-        if part.two_sided:
-            rows, ld = part.half_shape
+        if part.boxed:
+            rows, thin, ld = part.half_shape
             factor = part.state["L0" if by_rows else "L1"]
-            side, depth = (part.shape[0], ld) if by_rows else (part.shape[1], rows)
+            side, depth = (part.shape[0], thin * ld) if by_rows else (part.shape[1], rows * thin)
             if (side % 16 == 0) != even:
                 continue
             tiles = [(i, j) for i in range(-(-side // SIDE)) for j in range(i + 1)]
             for slot in range(part.n):
-                source = halves.data_ptr() + 2 * (half + slot * rows * ld)
+                source = halves.data_ptr() + 2 * (half + slot * rows * thin * ld)
                 target = factor.data_ptr() + 4 * slot * factor.stride(0)
-                found += [[first + slot, source, ld, depth, target, side, i, j] for i, j in tiles]
+                between = thin * ld if by_rows else ld
+                found += [[first + slot, source, between, depth, target, side, i, j] for i, j in tiles]
     return found
+
+
+def _thin_jobs(parts: Sequence[Part], halves: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    """Factors of thin modes: the chunks of gradients they are summed from, and for every slot which chunks are its own."""
+    chunks: list[list[int]] = []
+    slots = []
+    firsts, half_starts = starts(part.n for part in parts), starts(part.half_numel for part in parts)
+    for part, first, half in zip(parts, firsts, half_starts, strict=False):
+        if part.boxed and part.thin > 1:
+            rows, thin, ld = part.half_shape
+            factor, most = part.state["L2"], max(1, CHUNK // ld)
+            for slot in range(part.n):
+                begin, source = len(chunks), halves.data_ptr() + 2 * (half + slot * rows * thin * ld)
+                chunks += [
+                    [source + 2 * row * thin * ld, min(most, rows - row), thin, ld] for row in range(0, rows, most)
+                ]
+                target = factor.data_ptr() + 4 * slot * factor.stride(0)
+                slots.append([first + slot, begin, len(chunks) - begin, target, thin])
+    return chunks, slots
 
 
 def starts(sizes: Iterable[int]) -> list[int]:

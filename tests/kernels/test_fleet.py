@@ -13,8 +13,9 @@ from lather.fleet import Call, Fleet
 from lather.reference import Reference
 from lather.tables import Place
 
-# Blocks that are aligned or not, of one tile or several, cut by columns, of two modes, three, one and none.
-SHAPES = [(24, 8), (24, 8), (7, 31), (6, 4, 3, 3), (9,), (), (2, 3, 4, 3, 2)]
+# Blocks that are aligned or not, of one tile or several, cut by columns, of two modes, three, one, none and four; the last
+# one lies in aligned rows.
+SHAPES = [(24, 8), (24, 8), (7, 31), (6, 4, 3, 3), (9,), (), (2, 3, 4, 3, 2), (8, 32)]
 WHOLE = [(20, 12), (20, 12), (5, 9), (9,)]  # each is one block
 # Statistics of few steps are rank deficient: eps is large, or rounding would decide.
 GIVEN = {"lr": 0.05, "eps": 0.3, "max_preconditioner_dim": 24, "precondition_frequency": 2}
@@ -305,7 +306,7 @@ def test_gradients_from_stacks_and_directions_that_leave(raw, betas):
 @pytest.mark.parametrize(("precision", "low", "high"), [("highest", 0, 1e-6), ("high", 1e-5, 1e-3)])
 def test_factors(size, precision, low, high):
     """Products of gradients in two halves are as good as float32, in one as TF32; neither depends on the scale."""
-    shapes = [(40, 24), (16, 32), (7, 20)]
+    shapes = [(40, 24), (16, 32), (7, 20), (10, 12, 3, 3)]
     params, grads = parameters(shapes), [size * grad for grad in gradients(1, shapes)]
     opt = lather.Shampoo(params, **GIVEN | {"max_preconditioner_dim": 64, "precondition_frequency": 9})
     before = torch.get_float32_matmul_precision()
@@ -316,9 +317,10 @@ def test_factors(size, precision, low, high):
         torch.set_float32_matmul_precision(before)
     for bank in opt._banks:
         for slot, block in enumerate(bank.blocks):
-            g = grads[block.param].double()
-            for role, exact in (("L0", g @ g.mT), ("L1", g.mT @ g)):
-                factor, exact = bank.state[role][slot], exact * (1 - 0.999)
+            g = grads[block.param].double().view(bank.key.shape)
+            for mode in range(g.dim()):
+                unfolded = g.movedim(mode, 0).flatten(1)
+                factor, exact = bank.state[f"L{mode}"][slot], unfolded @ unfolded.mT * (1 - 0.999)
                 torch.testing.assert_close(factor, factor.mT, rtol=1e-5, atol=0.1 * high * factor.abs().max().item())
                 error = torch.linalg.vector_norm(factor - exact) / torch.linalg.vector_norm(exact)
                 assert low <= error <= high

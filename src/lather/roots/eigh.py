@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import ClassVar, final
+from functools import cache
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -12,6 +14,9 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from ..linalg import symmetrize
 from .base import Basis, EigenSolver, Root, lift
 from .numerics import eye_like, normalize, power
+
+WORKERS = 8  # threads, each with a stream: one matrix leaves most of a GPU idle
+SMALL = 32  # up to this size the library itself works on a whole batch
 
 
 @final
@@ -77,11 +82,39 @@ def _attempt(a: Tensor, bound: float) -> Basis:
 def _eigh(a: Tensor) -> tuple[Tensor, Tensor]:
     """Values (descending) and vectors. One failing matrix fails the batched call: then go one by one."""
     try:
-        values, q = torch.linalg.eigh(a)
+        values, q = _on_streams(a) if a.is_cuda and len(a) > 1 and a.shape[-1] > SMALL else torch.linalg.eigh(a)
     except LinAlgError:
         pairs = [_eigh_alone(a[i : i + 1]) for i in range(len(a))]
         values, q = (torch.cat(part) for part in zip(*pairs, strict=True))
     return values.flip(-1), q.flip(-1)
+
+
+def _on_streams(a: Tensor) -> tuple[Tensor, Tensor]:
+    """`torch.linalg.eigh`, of several matrices at a time."""
+    values, q = a.new_empty(a.shape[:-1]), torch.empty_like(a)
+    threads, streams = _workers(a.device)
+    main = torch.cuda.current_stream(a.device)
+    ready = main.record_event()
+
+    def work(first: int) -> None:
+        with torch.no_grad(), torch.cuda.stream(streams[first]):
+            streams[first].wait_event(ready)
+            for i in range(first, len(a), WORKERS):
+                values[i], q[i] = torch.linalg.eigh(a[i])
+
+    jobs = [threads.submit(work, first) for first in range(min(WORKERS, len(a)))]
+    wait(jobs)
+    for stream in streams:
+        main.wait_stream(stream)
+    for job in jobs:
+        job.result()  # raises what went wrong
+    return values, q
+
+
+@cache
+def _workers(device: torch.device) -> tuple[ThreadPoolExecutor, list[Any]]:
+    streams = [torch.cuda.Stream(device) for _ in range(WORKERS)]  # type: ignore[no-untyped-call]
+    return ThreadPoolExecutor(WORKERS, thread_name_prefix="lather-eigh"), streams
 
 
 def _eigh_alone(a: Tensor) -> tuple[Tensor, Tensor]:

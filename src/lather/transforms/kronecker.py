@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import options, roots
-from ..linalg import ema_, gram, gram_diagonal, mode_product, pack, per_slot, positions, symmetrize, unpack
+from ..linalg import ema_, gram, gram_diagonal, mode_product, pack, per_slot, positions, rotate, symmetrize, unpack
 from .base import Batch, Context, Due, Preconditioner, Stack, State
 
 FULL = "full"
@@ -87,6 +87,10 @@ class Kronecker(Preconditioner):
         order = u.dim() - 1
         if ctx.exponent(order) == 0:
             return u if out is None else out.copy_(u)
+        if order > 2 and all(is_full(state, i) for i in range(order)):
+            for i in reversed(range(order)):
+                u = rotate(u, state[f"X{i}"].to(u.dtype), None if i else out)
+            return u
         for i in range(order):
             u = mode_product(u, state[f"X{i}"].to(u.dtype), i, out if i == order - 1 else None)
         return u
