@@ -87,7 +87,7 @@ class Fleet:
         self.parts, self.raw, self.lands, self.key, self.device = tuple(parts), raw, lands, bank.key, bank.stack.device
         self.params = tuple(block.param for part in parts for block in part.blocks)
         self.n, self.members = len(self.params), tuple(dict.fromkeys(self.params))
-        self._bound: tuple[Any, list[tuple[int, Tensor, tuple[int, ...]]], list[Tensor], list[Tensor]] | None = None
+        self._bound: tuple[Any, list[tuple[int, ...]], list[Tensor], list[Tensor]] | None = None
         self._scratch: dict[bool, dict[str, Tensor]] = {}
         self._is_odd = any(part.key.modes and not part.boxed for part in parts)
         self.firsts = starts(part.n for part in parts)  # number of each part's first slot
@@ -121,20 +121,20 @@ class Fleet:
         """
         if self._bound is None or self._bound[0] is not params:
             mine = [params[i] for i in self.members]
-            rows = [(i, param, param.stride()) for i, param in zip(self.members, mine, strict=True)]
-            self._bound = params, rows, mine, [momenta[i] for i in self.members if i in momenta]
-        _, rows, mine, memory = self._bound
+            strides = list(map(Tensor.stride, mine))
+            self._bound = params, strides, mine, [momenta[i] for i in self.members if i in momenta]
+        _, strides, mine, memory = self._bound
         dtype = next(grads[i].dtype for i in self.members if i in grads)
         dtype = dtype if dtype in DTYPES else torch.float32
-        sources, addresses = [], []
-        for i, param, stride in rows:
-            grad = grads.get(i)
-            if grad is None:
-                grad = param if param.dtype.itemsize >= dtype.itemsize else torch.empty_like(param, dtype=dtype)
-            elif grad.dtype is not dtype or grad.stride() != stride or grad.data_ptr() % 16 or grad.is_neg():
-                grad = torch.empty_like(param, dtype=dtype).copy_(grad)
-            sources.append(grad)
-            addresses.append(grad.data_ptr())
+        sources = [
+            grads[i] if i in grads else _something(param, dtype) for i, param in zip(self.members, mine, strict=True)
+        ]
+        if not _are_ready(sources, dtype, strides):
+            sources = [
+                grad if _are_ready([grad], dtype, [stride]) else torch.empty_like(param, dtype=dtype).copy_(grad)
+                for grad, param, stride in zip(sources, mine, strides, strict=True)
+            ]
+        addresses = list(map(Tensor.data_ptr, sources))
         return {
             "sources": sources, "addresses": addresses, "grad_dtype": dtype, "params": mine, "momenta": memory,
         }  # fmt: skip
@@ -353,6 +353,21 @@ class Fleet:
         started, ready = started_slots(ctx), method.ready(part.state)
         self._buffers.ready[self.firsts[i] : self.firsts[i + 1]] = ready & from_host(started, ready)
         return part.bank.begun and any(started)
+
+
+def _are_ready(grads: Sequence[Tensor], dtype: torch.dtype, strides: list[tuple[int, ...]]) -> bool:
+    """Whether kernels can read gradients where they are. Every step asks, so the loops are in C."""
+    return (
+        {grad.dtype for grad in grads} == {dtype}
+        and list(map(Tensor.stride, grads)) == strides
+        and not any(address & 15 for address in map(Tensor.data_ptr, grads))
+        and not any(map(Tensor.is_neg, grads))
+    )
+
+
+def _something(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """To point at, of a dtype, where there is no gradient."""
+    return param if param.dtype is dtype else torch.empty_like(param, dtype=dtype)
 
 
 class Buffers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -402,12 +403,10 @@ class Shampoo(torch.optim.Optimizer):
         """What shows on nearly every step that nothing changed that :meth:`_sign` would tell; None if that is not easy."""
         if self._signature is None or any(self._sharded):
             return None
-        params = [
-            (id(p), p.data_ptr(), p.stride(), p.requires_grad, None if p.grad is None else p.grad.dtype)
-            for group in self.param_groups
-            for p in group["params"]
-        ]
-        return params, self._sign_options(), self._world()
+        params = [p for group in self.param_groups for p in group["params"]]
+        where = [list(map(look, params)) for look in (id, Tensor.data_ptr, Tensor.stride, attrgetter("requires_grad"))]
+        dtypes = [None if grad is None else grad.dtype for grad in map(attrgetter("grad"), params)]
+        return where, dtypes, self._sign_options(), self._world()
 
     def _sign(self, trainable: Iterable[Item]) -> Any:
         """All that plan, banks and state depend on."""
