@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lather
-from lather import fleet, tables
+from lather import aside, fleet, tables
 from lather.fleet import NAMES, Buffers, Call, Graphs
 from lather.plan import BankKey, Route
 from lather.tables import Place, Share, Tables, divide, place, scratch, starts
@@ -177,7 +177,7 @@ def test_tables(monkeypatch):
         i for i, block in enumerate(blocks) if block.param in (0, 1)
     ]
 
-    firsts, counts = made.slots
+    firsts, counts, roots = made.slots
     for slot, block in enumerate(blocks):
         mine = rows[firsts[slot] : firsts[slot] + counts[slot]]
         numel = block.region.numel
@@ -187,6 +187,7 @@ def test_tables(monkeypatch):
         address = made.skipped[slot].item()
         bank, i = next((bank, bank.blocks.index(block)) for bank in opt._banks if block in bank.blocks)
         assert address == bank.counts[0, i].data_ptr() and mine[0, 11] == bank.state["m"][i].data_ptr()
+        assert roots[slot] == (bank.state["X0"][i].data_ptr() if "X0" in bank.state else 0)
     assert counts.sum() == len(rows) == len(made.partial) == len(made.own)
 
     jobs = {(by_rows, even): table for table, by_rows, even in made.jobs}
@@ -222,9 +223,9 @@ def test_thin_modes_are_summed_in_chunks_of_rows(monkeypatch):
     opt, found = fleet_of([(4, 30), (20, 70, 9), (20, 70, 9)], monkeypatch, **options)
     halves = torch.zeros(scratch(found.parts, opt.param_groups[0])["halves"][1], dtype=torch.float16)
     made = Tables(found.parts, halves)
-    chunks, slots = made.thin
+    chunks, slots, sums = made.thin
     (part,) = [part for part in found.parts if part.thin > 1]
-    assert chunks[:, 1:].tolist() == 2 * [*6 * [[10, 9, 128]], [4, 9, 128]] and made.sums.shape == (14, 16, 16)
+    assert chunks[:, 1:].tolist() == 2 * [*6 * [[10, 9, 128]], [4, 9, 128]] and sums.shape == (14, 16, 16)
     assert (chunks[1:7, 0] - chunks[:6, 0]).eq(2 * 10 * 9 * 128).all() and chunks[7, 0] - chunks[
         0, 0
     ] == 2 * 64 * 9 * 128
@@ -395,6 +396,6 @@ def test_a_capture_that_fails_is_the_last(cuda):
 @pytest.mark.parametrize("capturing", [False, True])
 def test_side_by_side_does_everything_once(cuda, capturing):
     cuda.capturing, done, numbers = capturing, [], list(range(2 * fleet.BRANCHES + 1))
-    fleet.side_by_side([partial(done.append, i) for i in numbers])
+    aside.side_by_side([partial(done.append, i) for i in numbers])
     assert done == numbers
-    fleet.side_by_side([])
+    aside.side_by_side([])

@@ -1,9 +1,11 @@
-"""Work beside the training: on a side stream of the device, or on the host in a thread of its own."""
+"""Work beside the training, on a side stream of the device or in a thread of the host; and work that is done at the same time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,3 +49,31 @@ class Aside:
             thread.result()
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+
+_branches: list[Any] = []  # streams of the capture that is under way
+
+
+@contextmanager
+def branching(streams: list[Any]) -> Iterator[None]:
+    _branches[:] = streams
+    try:
+        yield
+    finally:
+        _branches.clear()
+
+
+def side_by_side(works: Sequence[Callable[[], object]]) -> None:
+    """Do independent things; in a graph, as branches that a device can run at the same time."""
+    if len(works) < 2 or not _branches:
+        for work in works:
+            work()
+        return
+    main, streams = torch.cuda.current_stream(), _branches[: len(works)]
+    for stream in streams:
+        stream.wait_stream(main)
+    for i, work in enumerate(works):
+        with torch.cuda.stream(streams[i % len(streams)]):
+            work()
+    for stream in streams:
+        main.wait_stream(stream)

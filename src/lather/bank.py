@@ -53,7 +53,6 @@ class Bank:
         self.stack = make_stack(key, len(blocks), group, device)
         self.state: State = {}
         self.begun = False  # whether a slot may have been refreshed, as far as the host knows
-        self.changes = 0  # how often roots have been written
         self.failing: frozenset[int] = frozenset()  # slots whose last refresh failed, as far as the host knows
         self.counts = torch.zeros(2, len(blocks), dtype=torch.int32, device=self.stack.device)
 
@@ -69,16 +68,11 @@ class Bank:
         self.failing = frozenset()
         method = preconditioner_of(self.key, group)
         self.begun = method is not None and bool(method.ready(self.state).any())
-        self.changes += 1
 
     @cached_property
     def aside(self) -> Aside:
         """Where refreshes go that are not needed at once."""
         return Aside(self.stack.device)
-
-    def refreshed(self) -> None:
-        self.begun = True
-        self.changes += 1
 
     def update(
         self,
@@ -117,11 +111,10 @@ class Bank:
         if late := late_slots(self.numbers, ctx, active, offsets):
             self.aside.finish()
             method.publish(self.state, late)
-            self.refreshed()
         if due := due_slots(self.numbers, ctx, active, offsets):
             job = Refresh(self.state, due, ctx, self.counts[1], self.failing)
             refresh(method, [job], self.aside if ctx.group["refresh_delay"] else None)
-            self.refreshed()
+            self.begun = True
         own = graft.apply(self.state, u, ctx)
         started = started_slots(ctx)
         if not (self.begun and any(started)):

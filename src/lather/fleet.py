@@ -9,10 +9,10 @@ step to step lies in buffers on the device, so that the launches, always the sam
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from . import rules
+from .aside import branching, side_by_side
 from .bank import Refresh, due_slots, graft_of, late_slots, preconditioner_of, refresh, started_slots
 from .linalg import from_host, holding
-from .options import start_step
+from .options import root_dtype, start_step
 from .roots import are_products_exact
 from .schedule import is_due
 from .store import Arena
@@ -41,7 +42,7 @@ BRANCHES = 8  # of a graph, at most
 @dataclass(frozen=True)
 class Call:
     """One step of a fleet. ``steps`` and ``active`` are per slot; ``sources`` are the tensors that places refer to, gradients
-    or stacks; ``params`` and ``momenta`` lie beside them, where they are needed."""
+    or stacks; ``params`` and ``momenta`` lie beside them, where they are needed. ``soiled``: others have used the scratch."""
 
     group: Group
     steps: Sequence[int]
@@ -53,6 +54,7 @@ class Call:
     grad_dtype: torch.dtype
     params: Sequence[Tensor] = ()
     momenta: Sequence[Tensor] = ()
+    soiled: bool = True
 
 
 class Kind(NamedTuple):
@@ -67,8 +69,10 @@ class Kind(NamedTuple):
     uniform: bool
     halves: int
     plain: bool
+    clear: bool
     grad: torch.dtype
     param: torch.dtype
+    root: torch.dtype
     more: Hashable  # what operations of torch, which graphs hold too, depend on
 
 
@@ -99,7 +103,7 @@ class Fleet:
         self._graphs = graphs
         self._tables: Tables | None = None
         self._buffers = Buffers(self.n, 1 + max(i for part in parts for i in part.tensors), self.device)
-        self._seen: Any = None  # what `ready` was made from
+        self._seen: Any = None  # what these were made from
         self._go: tuple[bool, ...] = ()
 
     def scratch(self, arena: Arena, group: Group) -> dict[str, Tensor]:
@@ -145,11 +149,11 @@ class Fleet:
             self._tables = Tables(self.parts, call.scratch["halves"])
         tables, ctx = self._tables, Context(call.group, call.steps, self._buffers.alive)
         kind = self._load(call, ctx)
-        contexts = cache(partial(self._contexts, call))  # nearly never needed: graphs are replayed
+        contexts = partial(self._contexts, call)  # nearly never needed: graphs are replayed
         self._replay(("in", kind), lambda: self._take_in(kind, tables, call, contexts()))
         if not self._is_idle(ctx, call):
             self._refresh(kind, call, contexts())
-        go = self._bring_up_to_date(ctx, call, contexts)
+        go = self._going(ctx)
         return self._replay(("out", kind, go), lambda: self._give_out(kind, tables, call, contexts(), go))
 
     def _is_idle(self, ctx: Context, call: Call) -> bool:
@@ -196,8 +200,10 @@ class Fleet:
             uniform=ctx.uniform,
             halves=2 if are_products_exact() else 1,
             plain=self._is_odd or group["betas"][0] == 0,
+            clear=call.soiled and self._is_padded,
             grad=call.grad_dtype,
             param=call.params[0].dtype if call.params else torch.float32,
+            root=root_dtype(group),
             more=group["betas"][1] if self._is_odd else None,
         )
 
@@ -234,33 +240,37 @@ class Fleet:
         kernels.look_at_gradients[self.n,](
             tables.slots, tables.partial, b.active, tables.skipped, b.alive, b.scale, self.n, BLOCK=REDUCE, num_warps=1
         )
-        if self._is_padded:
+        if kind.clear:
             call.scratch["halves"].zero_()
         slots = {"alive": b.alive, "scale": b.scale, "corrections": b.corrections, "n": self.n, "UNIFORM": kind.uniform}
         copies = {"flat": call.scratch.get("plain"), "plane": self._plane, "FLAT_G": kind.plain, "HALVES": kind.halves}
         made = {"FILTER": kind.filtered, "SECOND": kind.second}
         tables.launch(kernels.average, "own", {**reading, **slots, **copies, **made})
         packed = call.group["factors"] == "packed"
-        for jobs, rows, even in tables.jobs:
-            kernels.gram[jobs.shape[0],](
-                jobs, b.alive, b.scale, self._plane, b.numbers,
-                HALVES=kind.halves, ROWS=rows, EVEN=even, PACKED=packed, SIDE=SIDE, DEPTH=DEPTH,
-                num_warps=8, num_stages=3,
-            )  # fmt: skip
-        if tables.thin is not None:
-            chunks, ends = tables.thin
-            kernels.thin_products[chunks.shape[0],](
-                chunks, tables.sums, self._plane, HALVES=kind.halves, SIDE=THIN, DEPTH=DEPTH, num_warps=1
+        works: list[Callable[[], object]] = [
+            partial(
+                kernels.gram[jobs.shape[0],], jobs, b.alive, b.scale, self._plane, b.numbers, HALVES=kind.halves, ROWS=rows,
+                EVEN=even, PACKED=packed, SIDE=SIDE, DEPTH=DEPTH, num_warps=8, num_stages=3,
             )
-            kernels.thin_factors[ends.shape[0],](
-                ends, tables.sums, b.alive, b.scale, b.numbers, PACKED=packed, SIDE=THIN, num_warps=4
-            )
-        works = []
+            for jobs, rows, even in tables.jobs
+        ]  # fmt: skip
+        works += [partial(self._take_in_thin, kind, *tables.thin, packed)] if tables.thin else []
         for i, (part, ctx) in enumerate(zip(self.parts, contexts, strict=True)):
             method = preconditioner_of(part.key, call.group)
             if method and not part.boxed:
                 works.append(partial(method.accumulate, part.state, self.stack(call.scratch["plain"], i), ctx))
         side_by_side(works)
+
+    def _take_in_thin(self, kind: Kind, chunks: Tensor, ends: Tensor, sums: Tensor, packed: bool) -> None:
+        from . import kernels
+
+        b = self._buffers
+        kernels.thin_products[chunks.shape[0],](
+            chunks, sums, self._plane, HALVES=kind.halves, SIDE=THIN, DEPTH=DEPTH, num_warps=1
+        )
+        kernels.thin_factors[ends.shape[0],](
+            ends, sums, b.alive, b.scale, b.numbers, PACKED=packed, SIDE=THIN, num_warps=4
+        )
 
     def _give_out(
         self, kind: Kind, tables: Tables, call: Call, contexts: Sequence[Context], go: Sequence[bool]
@@ -279,8 +289,8 @@ class Fleet:
         if any(go):
             tables.launch(kernels.size_of_directions, "partial", {"flat": flat})
         kernels.choose[self.n,](
-            tables.slots, tables.own, tables.partial, b.alive, b.ready, b.gain, b.corrections, self.n, b.numbers,
-            GRAFT=kind.graft, UNIFORM=kind.uniform, BLOCK=REDUCE, num_warps=1,
+            tables.slots, tables.own, tables.partial, b.alive, b.started, b.gain, b.corrections, self.n, b.numbers,
+            GRAFT=kind.graft, UNIFORM=kind.uniform, ROOT=_type(kind.root), BLOCK=REDUCE, num_warps=1,
         )  # fmt: skip
         out = None if self.lands else torch.empty(self.starts[-1], device=self.device)
         buffers = {"flat": flat, "plain": plain, "directions": out, "weights": b.weights, "momenta": b.momenta}
@@ -302,25 +312,25 @@ class Fleet:
         """Refresh what is due, in all parts at once."""
         if call.group["refresh_delay"]:
             self._publish(call, contexts)
-        due: list[tuple[int, list[int]]] = []
+        due: dict[int, list[int]] = {}
         for i, (part, first, ctx) in enumerate(zip(self.parts, self.firsts, contexts, strict=False)):
             if part.key.modes:
                 slots = due_slots(part.numbers, ctx, call.active[first : first + part.n], call.offsets)
-                due += [(i, slots)] if slots else []
+                due |= {i: slots} if slots else {}
         if not due:
             return
         jobs = []
-        for i, slots in due:
-            part, ctx = self.parts[i], contexts[i]
-            ctx = replace(ctx, bc2=self._buffers.bc2) if kind.uniform else ctx
+        for i, slots in due.items():
+            part = self.parts[i]
+            mine = replace(contexts[i], bc2=self._buffers.bc2) if kind.uniform else contexts[i]
             failing = [slot - part.start for slot in part.bank.failing if part.start <= slot < part.stop]
-            jobs.append(Refresh(part.state, slots, ctx, part.bank.counts[1, part.start : part.stop], failing))
-            part.bank.refreshed()
-        method = preconditioner_of(self.parts[due[0][0]].key, call.group)
+            jobs.append(Refresh(part.state, slots, mine, part.bank.counts[1, part.start : part.stop], failing))
+            part.bank.begun = True
+        method = preconditioner_of(self.parts[next(iter(due))].key, call.group)
         assert method is not None
         if kind.uniform and not any(job.failing for job in jobs) and method.is_capturable([job.due for job in jobs]):
-            options = call.group["eps"], call.group["damping"]  # others that matter here make a new fleet
-            key = ("refresh", tuple((i, tuple(slots)) for i, slots in due), options)
+            numbers = call.group["eps"], call.group["damping"]  # other options that matter here make a new fleet
+            key = ("refresh", tuple((i, tuple(slots)) for i, slots in due.items()), numbers)
             self._replay(key, lambda: refresh(method, jobs))
         else:
             refresh(method, jobs, self.parts[0].bank.aside if call.group["refresh_delay"] else None)
@@ -332,27 +342,18 @@ class Fleet:
             if method and (late := late_slots(part.numbers, ctx, call.active[first : first + part.n], call.offsets)):
                 self.parts[0].bank.aside.finish()
                 method.publish(part.state, late)
-                part.bank.refreshed()
 
-    def _bring_up_to_date(
-        self, ctx: Context, call: Call, contexts: Callable[[], Sequence[Context]]
-    ) -> tuple[bool, ...]:
-        """Which parts are preconditioned; and ``ready``, where that has changed."""
-        started = started_slots(replace(ctx, steps=ctx.steps[:1]) if ctx.uniform else ctx)
-        seen = started, [part.bank.changes for part in self.parts]
+    def _going(self, ctx: Context) -> tuple[bool, ...]:
+        """Which parts may be preconditioned. The device is told which slots have started, and sees which have roots."""
+        started = started_slots(replace(ctx, steps=ctx.steps[:1])) * self.n if ctx.uniform else started_slots(ctx)
+        seen = started, [part.bank.begun for part in self.parts]
         if seen != self._seen:
-            self._go = tuple(self._make_ready(part, i, contexts()[i]) for i, part in enumerate(self.parts))
+            self._buffers.started.copy_(from_host(started, self._buffers.started))
+            self._go = tuple(
+                begun and any(started[a:b]) for begun, (a, b) in zip(seen[1], pairwise(self.firsts), strict=True)
+            )
             self._seen = seen
         return self._go
-
-    def _make_ready(self, part: Part, i: int, ctx: Context) -> bool:
-        """Mark the slots that are preconditioned; whether there may be any."""
-        method = preconditioner_of(part.key, ctx.group)
-        if method is None:
-            return False
-        started, ready = started_slots(ctx), method.ready(part.state)
-        self._buffers.ready[self.firsts[i] : self.firsts[i + 1]] = ready & from_host(started, ready)
-        return part.bank.begun and any(started)
 
 
 def _are_ready(grads: Sequence[Tensor], dtype: torch.dtype, strides: list[tuple[int, ...]]) -> bool:
@@ -381,7 +382,7 @@ class Buffers:
         self.sources, self.weights, self.momenta = self._words[len(NAMES) :].view(3, tensors).unbind()
         self.alive, self.scale, self.gain = torch.ones(3, n, device=device).unbind()
         self.corrections = torch.ones(2, n, device=device)
-        self.active, self.ready = (
+        self.active, self.started = (
             torch.ones(n, dtype=torch.uint8, device=device),
             torch.zeros(n, dtype=torch.uint8, device=device),
         )
@@ -456,7 +457,7 @@ class Graphs:
             self._streams = [torch.cuda.Stream() for _ in range(1 + BRANCHES)]  # type: ignore[no-untyped-call]
         graph, stream, needed = torch.cuda.CUDAGraph(), self._streams[0], list[Tensor]()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), holding(needed), _branching(self._streams[1:]):
+        with torch.cuda.stream(stream), holding(needed), branching(self._streams[1:]):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 out = launch()
@@ -467,34 +468,6 @@ class Graphs:
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph, out, needed
-
-
-_branches: list[Any] = []  # streams of the capture that is under way
-
-
-@contextmanager
-def _branching(streams: list[Any]) -> Iterator[None]:
-    _branches[:] = streams
-    try:
-        yield
-    finally:
-        _branches.clear()
-
-
-def side_by_side(works: Sequence[Callable[[], object]]) -> None:
-    """Do independent things; in a graph, as branches that a device can run at the same time."""
-    if len(works) < 2 or not _branches:
-        for work in works:
-            work()
-        return
-    main, streams = torch.cuda.current_stream(), _branches[: len(works)]
-    for stream in streams:
-        stream.wait_stream(main)
-    for i, work in enumerate(works):
-        with torch.cuda.stream(streams[i % len(streams)]):
-            work()
-    for stream in streams:
-        main.wait_stream(stream)
 
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

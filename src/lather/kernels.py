@@ -90,7 +90,7 @@ def size_of_gradients(
 
 @triton.jit
 def _total(partial, slots, slot, n, BLOCK: tl.constexpr):
-    """The sum of a slot's tiles. ``slots`` is [2, n]: the first tile, and how many."""
+    """The sum of a slot's tiles. ``slots`` is [3, n]: the first tile, how many, and the address of a root."""
     first, count = tl.load(slots + slot), tl.load(slots + n + slot)
     total = tl.zeros([BLOCK], tl.float32)
     for i in range(0, count, BLOCK):
@@ -204,16 +204,21 @@ def size_of_directions(tiles, flat, partial, ALIGNED: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def choose(
-    slots, own, partial, alive, ready, gain, corrections, n, numbers,
-    GRAFT: tl.constexpr, UNIFORM: tl.constexpr, BLOCK: tl.constexpr,
+    slots, own, partial, alive, started, gain, corrections, n, numbers,
+    GRAFT: tl.constexpr, UNIFORM: tl.constexpr, ROOT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``gain[slot]``: what the preconditioned direction is multiplied by; negative: take the graft's; NaN: sit out."""
+    """``gain[slot]``: what the preconditioned direction is multiplied by; negative: take the graft's; NaN: sit out.
+
+    A root tells by its first element, which is positive, that it has been computed.
+    """
     slot = tl.program_id(0)
     target = tl.sqrt(_total(own, slots, slot, n, BLOCK))
     size = tl.sqrt(_total(partial, slots, slot, n, BLOCK))
     first, _ = _corrections(numbers, corrections, slot, n, UNIFORM)
     value = tl.where(size > 0, target / size, 0.0) if GRAFT else 1.0 / first
-    value = tl.where(tl.load(ready + slot) != 0, value, -1.0)
+    root = tl.load(slots + 2 * n + slot)
+    first_element = tl.load(root.to(tl.pointer_type(ROOT)), root != 0, 0.0)
+    value = tl.where((tl.load(started + slot) != 0) & (first_element != 0), value, -1.0)
     tl.store(gain + slot, tl.where(tl.load(alive + slot) != 0, value, float("nan")))
 
 

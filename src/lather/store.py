@@ -28,6 +28,12 @@ class Arena:
         self.devices = devices
         self._sizes: dict[ArenaKey, int] = {}
         self._flat: dict[ArenaKey, Tensor] = {}
+        self._user: object = None
+
+    def passes_to(self, user: object) -> bool:
+        """Whether someone else has used it since."""
+        last, self._user = self._user, user
+        return last is not user
 
     def reserve(self, key: ArenaKey, numel: int) -> None:
         self._sizes[key] = max(numel, self._sizes.get(key, 0))

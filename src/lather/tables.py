@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import options
+from .aside import side_by_side
 from .bank import Bank
 from .blocks import Block
 from .linalg import from_host
@@ -178,8 +179,8 @@ class Tables:
     """What kernels look up on the device: where everything is. Made once; see :mod:`lather.kernels` for the columns.
 
     ``halves`` is the buffer for gradients in halves. ``jobs`` are the tiles of all factors, those of thin modes apart,
-    ``slots`` say which tiles are a slot's, ``partial`` and ``own`` hold sums over tiles, ``skipped`` where a slot's gradients
-    that are not finite are counted.
+    ``slots`` say which tiles are a slot's and where its root is, ``partial`` and ``own`` hold sums over tiles, ``skipped`` where
+    a slot's gradients that are not finite are counted.
     """
 
     def __init__(self, parts: Sequence[Part], halves: Tensor) -> None:
@@ -191,8 +192,9 @@ class Tables:
         firsts = counts.cumsum(0) - counts
         tiles = table.repeat_interleave(counts, 0)
         tiles[:, 2] = BLOCK * (torch.arange(len(tiles), device="cpu") - firsts.repeat_interleave(counts))
-        slots = torch.empty(2, len(lines), dtype=torch.int64, device="cpu")
-        slots[:, order] = torch.stack([firsts, counts])
+        slots = torch.empty(3, len(lines), dtype=torch.int64, device="cpu")
+        slots[:2, order] = torch.stack([firsts, counts])
+        slots[2] = torch.tensor([address for part in parts for address in _roots(part)], device="cpu")
         skipped = [part.bank.counts[0, i].data_ptr() for part in parts for i in range(part.start, part.stop)]
         self.slots, self.skipped = slots.to(device), from_host(skipped, halves, torch.int64)
         self.partial, self.own = torch.zeros(2, len(tiles), device=device).unbind()
@@ -207,14 +209,30 @@ class Tables:
         found = [(_jobs(parts, halves, rows, even), rows, even) for rows, even in kinds]
         self.jobs = [(_table(jobs, device), rows, even) for jobs, rows, even in found if jobs]
         chunks, thin = _thin_jobs(parts, halves)
-        self.thin = (_table(chunks, device), _table(thin, device)) if thin else None
-        self.sums = torch.zeros(len(chunks), THIN, THIN, device=device)
+        sums = torch.zeros(len(chunks), THIN, THIN, device=device)
+        self.thin = (_table(chunks, device), _table(thin, device), sums) if thin else None
 
-    def launch(self, kernel: Any, partial: str | None, arguments: Mapping[str, Any]) -> None:
-        """Over all tiles, by how they are aligned. ``partial`` names where sums over tiles go."""
-        for tiles, sums, aligned in self._ranges:
-            more = {} if partial is None else {"partial": sums[partial]}
-            kernel[tiles.shape[0],](tiles=tiles, **more, **arguments, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8)
+    def launch(self, kernel: Any, sums: str | None, arguments: Mapping[str, Any]) -> None:
+        """Over all tiles, by how they are aligned. ``sums`` names where sums over tiles go."""
+        side_by_side([partial(self._launch, kernel, sums, arguments, *tiles) for tiles in self._ranges])
+
+    def _launch(
+        self,
+        kernel: Any,
+        sums: str | None,
+        arguments: Mapping[str, Any],
+        tiles: Tensor,
+        to: Mapping[str, Tensor],
+        aligned: int,
+    ) -> None:
+        more = {} if sums is None else {"partial": to[sums]}
+        kernel[tiles.shape[0],](tiles=tiles, **more, **arguments, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8)
+
+
+def _roots(part: Part) -> list[int]:
+    """Where each slot's first root is; 0 if there is none."""
+    root = part.state.get("X0")
+    return [0] * part.n if root is None else [x.data_ptr() for x in root.unbind()]
 
 
 def _table(rows: list[list[int]], device: torch.device) -> Tensor:

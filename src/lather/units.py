@@ -132,13 +132,14 @@ class Unit:
     def _call(self, fleet: Fleet, active: Sequence[bool], received: Tensor | None, step: Step) -> Call:
         group = step.groups[fleet.key.group]
         steps = [step.even] * fleet.n if step.even else [max(step.counts[i], 1) for i in fleet.params]
-        scratch = fleet.scratch(self.arena, group)
+        scratch, soiled = fleet.scratch(self.arena, group), self.arena.passes_to(fleet)
         offsets = next((step.offsets(part.key) for part in fleet.parts if part.key.modes), None)
         if not fleet.raw:
             stacks = [self._gradients(i, received, step) for i in fleet.numbers]
             addresses = [stack.data_ptr() for stack in stacks]
-            return Call(group, steps, active, offsets, scratch, stacks, addresses, stacks[0].dtype)
-        return Call(group, steps, active, offsets, scratch, **fleet.bind(step.grads, step.params, step.momenta))
+            return Call(group, steps, active, offsets, scratch, stacks, addresses, stacks[0].dtype, soiled=soiled)
+        bound = fleet.bind(step.grads, step.params, step.momenta)
+        return Call(group, steps, active, offsets, scratch, soiled=soiled, **bound)
 
     def _gradients(self, i: int, received: Tensor | None, step: Step) -> Tensor:
         stack = self.stacks[i]

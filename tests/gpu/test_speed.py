@@ -15,12 +15,11 @@ import torch
 
 import lather
 from lather import tables, units
+from lather.roots import splits
 from lather.transforms import kronecker
 
 pytestmark = [
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or not tables.available(), reason="needs a CUDA device and Triton"
-    ),
+    pytest.mark.skipif(not torch.cuda.is_available() or not splits(), reason="needs a CUDA device and Triton"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from .. import options, roots
+from ..aside import side_by_side
 from ..linalg import ema_, gram, gram_diagonal, mode_product, pack, per_slot, positions, rotate, symmetrize, unpack
 from .base import Batch, Context, Due, Preconditioner, Stack, State
 
@@ -197,8 +199,8 @@ class _Batch(Batch):
                 _diagonal_root(side)
             else:
                 together.setdefault(side.alike, []).append(side)
-        for alike in together.values():
-            _solve(alike, self._exact)
+        largest_first = sorted(together.values(), key=lambda sides: -sum(side.a.numel() for side in sides))
+        side_by_side([partial(_solve, alike, self._exact) for alike in largest_first])
         return [
             (number, job.slots, _publish(job, index, alive, sides))
             for (number, job), index, alive, sides in zip(
