@@ -254,7 +254,8 @@ class Fleet:
             )
             for jobs, rows, even in tables.jobs
         ]  # fmt: skip
-        works += [partial(self._take_in_thin, kind, *tables.thin, packed)] if tables.thin else []
+        if tables.thin:  # first, as it takes long and needs little
+            works.insert(0, partial(self._take_in_thin, kind, *tables.thin, packed))
         for i, (part, ctx) in enumerate(zip(self.parts, contexts, strict=True)):
             method = preconditioner_of(part.key, call.group)
             if method and not part.boxed:
@@ -280,11 +281,11 @@ class Fleet:
 
         b, flat, plain = self._buffers, call.scratch["flat"], call.scratch.get("plain")
         works = []
-        for i, (part, ctx) in enumerate(zip(self.parts, contexts, strict=True)):
-            method = preconditioner_of(part.key, call.group)
+        for i in sorted(range(len(self.parts)), key=lambda i: -self.parts[i].flops):  # what takes long comes first
+            part, method = self.parts[i], preconditioner_of(self.parts[i].key, call.group)
             if method and go[i]:
                 u = part.state["m"] if kind.filtered else self.stack(call.scratch["plain"], i)
-                works.append(partial(method.apply, part.state, u, ctx, self.stack(flat, i)))
+                works.append(partial(method.apply, part.state, u, contexts[i], self.stack(flat, i)))
         side_by_side(works)
         if any(go):
             tables.launch(kernels.size_of_directions, "partial", {"flat": flat})

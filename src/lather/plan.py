@@ -24,6 +24,7 @@ from .roots import NO_CHOICES, Choices, chosen, resolve
 GEOMETRY = ("max_preconditioner_dim", "merge_dims", "large_dim", "batch_dims", "precondition_1d")
 NOTHING: Mapping[tuple[int, int], int] = {}
 ALONE = Layout.everywhere(1)
+WORTHWHILE = 0.5  # milliseconds of measured work
 TRIES = 8  # holders of a block that are asked whether they are least loaded; with more, each holds next to nothing
 
 
@@ -174,7 +175,8 @@ class Plan:
         """For ``refresh="staggered"``: each block's step inside the period, so that every step has the same work.
 
         Depends on all blocks of the group, not on who owns them, so it is the same for any number of ranks. Work is
-        what was measured if all of it was, else operations.
+        what was measured if all of it was, else operations. Measured work that is little is done in fewer steps: each has
+        something to do for ``WORTHWHILE``, for roots take about as long however few they are.
         """
         options = self.groups[group]
         frequency = options["precondition_frequency"]
@@ -182,18 +184,23 @@ class Plan:
         key = (group, frequency, *roots, bool(choices))
         if key not in self._offsets:
             numbers = [i for i, b in enumerate(self.blocks) if b.modes and self.specs[b.param].group == group]
-            costs = self._refresh_costs(numbers, options, choices)
+            costs, measured = self._refresh_costs(numbers, options, choices)
             shapes = [self.blocks[i].shape for i in numbers]  # alike, they are refreshed by the same operations
-            self._offsets[key] = dict(zip(numbers, assign.stagger(costs, frequency, shapes), strict=True))
+            bins = min(frequency, max(1, round(sum(costs) / WORTHWHILE))) if measured else frequency
+            chosen = assign.stagger(costs, bins, shapes)
+            self._offsets[key] = {i: index * frequency // bins for i, index in zip(numbers, chosen, strict=True)}
         return self._offsets[key]
 
-    def _refresh_costs(self, numbers: Sequence[int], options: Mapping[str, Any], choices: Choices) -> list[float]:
+    def _refresh_costs(
+        self, numbers: Sequence[int], options: Mapping[str, Any], choices: Choices
+    ) -> tuple[list[float], bool]:
+        """Of every block, and whether that is milliseconds."""
         parts = [(self.blocks[i], options, self.specs[self.blocks[i].param].device) for i in numbers]
         if is_measured(options):
             measured = [measured_cost(*part, choices) for part in parts]
             if math.inf not in measured:
-                return measured
-        return [refresh_cost(*part) for part in parts]
+                return measured, True
+        return [refresh_cost(*part) for part in parts], False
 
 
 def make_plan(

@@ -88,6 +88,11 @@ class Share:
         return math.prod(self.shape)
 
     @property
+    def flops(self) -> int:
+        """Of products with its roots."""
+        return 2 * self.n * self.numel * sum(self.shape)
+
+    @property
     def padded(self) -> int:
         """Elements of flat buffers that it takes, so that the next share is aligned."""
         return -(-self.n * self.numel // 16) * 16
@@ -207,6 +212,7 @@ class Tables:
         ]
         kinds = [(by_rows, even) for by_rows in (True, False) for even in (True, False)]
         found = [(_jobs(parts, halves, rows, even), rows, even) for rows, even in kinds]
+        found.sort(key=lambda jobs: len(jobs[0]))  # at the same time, few fit in before many but not after
         self.jobs = [(_table(jobs, device), rows, even) for jobs, rows, even in found if jobs]
         chunks, thin = _thin_jobs(parts, halves)
         sums = torch.zeros(len(chunks), THIN, THIN, device=device)

@@ -16,7 +16,8 @@ from ..linalg import ema_, gram, gram_diagonal, mode_product, pack, per_slot, po
 from .base import Batch, Context, Due, Preconditioner, Stack, State
 
 FULL = "full"
-LARGEST = 1 << 24  # elements of factors that are refreshed at a time: what bounds the memory for it
+# Elements of factors that are refreshed at a time, which bounds the memory for it: a quarter of all, within these limits.
+SMALLEST, LARGEST = 1 << 22, 1 << 24
 
 
 @final
@@ -158,11 +159,13 @@ def _order(state: State) -> int:
 
 
 def _batches(due: Sequence[Due]) -> Iterator[dict[int, Due]]:
-    """What is due, by its number, in pieces that have at most ``LARGEST`` elements of factors in all; a slot stays whole."""
+    """What is due, by its number, in pieces of bounded size; a slot stays whole."""
+    sizes = [sum(job.state[f"X{i}"][0].numel() for i in range(_order(job.state))) for job in due]
+    total = sum(size * len(job.slots) for size, job in zip(sizes, due, strict=True))
+    most = min(LARGEST, max(SMALLEST, total // 4))
     batch: dict[int, Due] = {}
-    room = LARGEST
-    for number, job in enumerate(due):
-        size = sum(job.state[f"X{i}"][0].numel() for i in range(_order(job.state)))
+    room = most
+    for number, (size, job) in enumerate(zip(sizes, due, strict=True)):
         slots = list(job.slots)
         while slots:
             fit = max(room // size, 0 if batch else 1)
@@ -172,7 +175,7 @@ def _batches(due: Sequence[Due]) -> Iterator[dict[int, Due]]:
             slots = slots[fit:]
             if slots:
                 yield batch
-                batch, room = {}, LARGEST
+                batch, room = {}, most
     if batch:
         yield batch
 
