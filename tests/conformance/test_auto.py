@@ -161,7 +161,11 @@ def test_all_candidates_work_on_the_synthetic_stack(d, e):
 
 
 def test_the_stack_is_bounded():
-    assert [len(auto._synthetic(auto.Task(d, 0.25, n), CPU)) for d, n in ((32, 4), (1024, 64))] == [4, 8]
+    assert [len(auto._synthetic(auto.Task(d, 0.25, n), CPU)) for d, n in ((32, 4), (32, 256), (1024, 64))] == [
+        64,
+        256,
+        8,
+    ]
 
 
 def test_slow_candidates_are_timed_on_fewer_matrices(monkeypatch):

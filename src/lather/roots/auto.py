@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -32,7 +32,8 @@ from .newton import Newton
 from .numerics import full_precision
 
 SMALLEST = 32  # below it eigh is a last resort: it would often win, and make the host wait for every refresh
-NUMEL = 1 << 23  # elements of a stack that is measured, enough to keep a device busy
+NUMEL = 1 << 23  # elements of a stack that is measured, enough to keep a device busy; as
+MANY = 64  # are; fewer share it with other sizes, so they are measured as so many
 BUDGET = 30.0  # milliseconds; a candidate that is slow is measured on fewer matrices
 REPEATS = 3
 HOPELESS = 4  # times the operations of a candidate that works; not measured
@@ -180,7 +181,7 @@ def _clock(solver: RootSolver, a: Tensor, e: float, repeats: int) -> float:
 
 def _at_once(work: Callable[[], object], stream: Any) -> Callable[[], object]:
     """The same as a CUDA graph, as refreshes are, if it can be one: what small matrices take is not the host's affair."""
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(stream.device)  # type: ignore[no-untyped-call]
+    graph, side = torch.cuda.CUDAGraph(), _side(stream.device)
     side.wait_stream(stream)
     try:
         with torch.cuda.stream(side):
@@ -194,10 +195,16 @@ def _at_once(work: Callable[[], object], stream: Any) -> Callable[[], object]:
     return graph.replay
 
 
+@cache
+def _side(device: torch.device) -> Any:
+    """A stream; one for all, as libraries keep memory for each that they have seen."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 def _synthetic(task: Task, device: torch.device) -> Tensor:
     """A stack [n, d, d] with some decades of spectrum, made without the user's random numbers."""
     d = task.d
-    n = max(1, min(task.n, NUMEL // d**2))
+    n = max(1, min(max(task.n, MANY), NUMEL // d**2))
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(n, d, d, generator=generator, dtype=torch.float32, device=device)
     x *= torch.logspace(0, -DECADES / 2, d, dtype=torch.float32, device=device) / math.sqrt(d)

@@ -113,6 +113,7 @@ def _on_streams(a: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _workers(device: torch.device) -> tuple[ThreadPoolExecutor, list[Any]]:
+    torch.linalg.eigh(torch.eye(2, device=device))  # loads the library, which torch does not do in two threads at once
     streams = [torch.cuda.Stream(device) for _ in range(WORKERS)]  # type: ignore[no-untyped-call]
     return ThreadPoolExecutor(WORKERS, thread_name_prefix="lather-eigh"), streams
 

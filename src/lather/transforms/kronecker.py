@@ -17,7 +17,7 @@ from .base import Batch, Context, Due, Preconditioner, Stack, State
 
 FULL = "full"
 # Elements of factors that are refreshed at a time, which bounds the memory for it: a quarter of all, within these limits.
-SMALLEST, LARGEST = 1 << 22, 1 << 24
+SMALLEST, LARGEST = 1 << 23, 1 << 24
 
 
 @final
@@ -161,8 +161,8 @@ def _order(state: State) -> int:
 def _batches(due: Sequence[Due]) -> Iterator[dict[int, Due]]:
     """What is due, by its number, in pieces of bounded size; a slot stays whole."""
     sizes = [sum(job.state[f"X{i}"][0].numel() for i in range(_order(job.state))) for job in due]
-    total = sum(size * len(job.slots) for size, job in zip(sizes, due, strict=True))
-    most = min(LARGEST, max(SMALLEST, total // 4))
+    everything = sum(size * len(job.state["X0"]) for size, job in zip(sizes, due, strict=True))
+    most = min(LARGEST, max(SMALLEST, everything // 4))
     batch: dict[int, Due] = {}
     room = most
     for number, (size, job) in enumerate(zip(sizes, due, strict=True)):
