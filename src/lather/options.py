@@ -174,7 +174,14 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "check_ranks": (False, "for debugging: before every step ranks compare their options, and which parameters have a gradient, and fail together where they differ"),
 }  # fmt: skip
 
+FLAGS = ("foreach", "fused", "capturable", "differentiable", "amsgrad")  # of torch's optimizers, none of which we have
 STRUCTURAL = tuple(name for name, option in OPTIONS.items() if option.structural)
+
+
+def refuse_flags(given: Mapping[str, Any]) -> None:
+    for flag in FLAGS:
+        if given.get(flag):
+            raise ValueError(f"{flag}=True is not implemented by Shampoo; leave it out")
 
 
 def check_options(group: dict[str, Any]) -> None:
