@@ -51,6 +51,8 @@ class Watch:
 
         A rank that is not ``alone`` does not raise: all do, together, when the :class:`Alarm` says so.
         """
+        if error := lost(bank):
+            self._warn(f"roots could not be computed beside the training ({error}); their last ones are kept")
         counts = self._read(bank)
         if counts is None:
             return
@@ -170,11 +172,19 @@ def tally(banks: Iterable[Bank], name_of: Callable[[int], str]) -> dict[str, dic
 def _failure(bank: Bank, slot: int, name: str, failed: int, group: Mapping[str, Any]) -> str:
     factors = [factors_of(bank.state, mode, slice(slot, slot + 1))[0] for mode in range(len(bank.key.modes))]
     conditions = ", ".join(_condition(factor, group["eps"]) for factor in factors)
+    error = lost(bank)
+    cause = f". The last error was {error}" if error else ""
     return (
         f"the root of block {bank.blocks[slot].index} of parameter {name} (shape {bank.key.shape}) failed to refresh "
         f"{failed} times in a row, more than max_failed_refreshes={group['max_failed_refreshes']}; condition numbers of "
-        f"its factors: {conditions}. Raise eps (now {group['eps']:g}), lower the learning rate, or choose another root solver"
+        f"its factors: {conditions}{cause}. Raise eps (now {group['eps']:g}), lower the learning rate, or "
+        "choose another root solver"
     )
+
+
+def lost(bank: Bank) -> str | None:
+    """Why a refresh beside the training came to nothing, if one has."""
+    return bank.aside.error if "aside" in vars(bank) else None
 
 
 def _condition(factor: Tensor, eps: float) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -111,6 +112,14 @@ def test_nonfinite_gradient_is_reported_later():
     assert not torch.equal(params[0][24:], before[24:])
     with pytest.warns(lather.NumericalWarning, match=r"params'\]\[0\]"):
         run(opt, params, 4, 60)
+
+
+def test_an_error_in_a_thread_is_a_failed_refresh(monkeypatch):
+    opt, params, _ = make(root_device="cpu", refresh_delay=2)
+    monkeypatch.setattr("lather.roots.solve", mock.Mock(side_effect=MemoryError("too little")))
+    with pytest.warns(lather.NumericalWarning, match="MemoryError: too little"):
+        run(opt, params, 1, 14)
+    assert all(p.isfinite().all() for p in params)
 
 
 def test_matmul_precision_is_left_alone_and_roots_stay_accurate():
