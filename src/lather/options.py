@@ -316,7 +316,7 @@ def markdown() -> str:
             "Written by `python -m lather options`. Every option may be given for all parameters or per param group, and is read",
             "on every step, so schedulers may change it; those marked † decide which blocks and state there are and are fixed",
             "after the first step. A value out of range, and an option that would have no effect beside the others, is a",
-            "`ValueError`.",
+            "`ValueError`. `python -m lather plan` takes them all: `max_preconditioner_dim` is `--max-preconditioner-dim 2048`.",
             "",
             "| option | default | meaning |",
             "|---|---|---|",

@@ -214,10 +214,11 @@ def _bank_rows(plan: Plan, choices: Choices) -> list[BankRow]:
 def _solvers(key: BankKey, group: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[dict[str, float | None], ...]]:
     """The solver of each side, and what the candidates take if that was measured."""
     e, solvers, times = options.exponent(group, len(key.shape)), list[str](), list[dict[str, float | None]]()
+    device = group["root_device"] or key.device
     for d, mode in zip(key.shape, key.modes, strict=False):
-        choice = chosen(group["root"], d, key.device, e) if isinstance(group["root"], Mapping) else None
+        choice = chosen(group["root"], d, device, e) if isinstance(group["root"], Mapping) else None
         ms = choice.milliseconds if choice and mode == "full" else {}
-        solvers.append(spell(resolve(group["root"], d, key.device, e)) if mode == "full" else "diagonal")
+        solvers.append(spell(resolve(group["root"], d, device, e)) if mode == "full" else "diagonal")
         times.append({name: t if t < math.inf else None for name, t in ms.items()})
     return tuple(solvers), tuple(times)
 
