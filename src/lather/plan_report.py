@@ -70,6 +70,7 @@ class PlanReport:
             blocks[block.param].append(block)
         self.params = [_param_row(plan, *item) for item in zip(plan.specs, blocks, strict=True)]
         self.banks = _bank_rows(plan, choices)
+        self.notes = _notes(plan)
         self.memory = _memory(plan)
         self.teams = [rank_report(plan, team, places[team] if places else None) for team in range(len(plan.teams))]
         drafts = make_drafts(plan, [team.place for team in self.teams]) if len(self.teams) > 1 else []
@@ -93,6 +94,7 @@ class PlanReport:
             "teams": [team.to_dict() for team in self.teams],
             "step_flops": self.step_flops,
             "refresh_flops": self.refresh_flops,
+            "notes": list(self.notes),
         }
 
     def __repr__(self) -> str:
@@ -107,6 +109,7 @@ class PlanReport:
             f"work: {flops_text(self.step_flops)} per step, {flops_text(self.refresh_flops)} per refresh of all roots"
         ]
         lines += [_team_line(team) for team in self.teams if team.trainers > 1]
+        lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -170,6 +173,12 @@ def check_memory(plan: Plan, places: Sequence[int], devices: Mapping[str, torch.
                 f"of side {side}, for parameter {spec.name} of shape {spec.shape}. Lower max_preconditioner_dim (now "
                 f"{plan.groups[spec.group]['max_preconditioner_dim']}) or set large_dim='diagonal'"
             )
+
+
+def _notes(plan: Plan) -> list[str]:
+    """What a user might not expect: options without effect where the parameters are."""
+    used = dict.fromkeys((spec.group, spec.device) for spec in plan.specs)
+    return list(dict.fromkeys(note for g, device in used for note in options.idle_on(device, plan.groups[g])))
 
 
 def _memory(plan: Plan) -> dict[str, int]:

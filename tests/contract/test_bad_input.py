@@ -67,6 +67,11 @@ RANGES: list[tuple[str, Any, str]] = [
     *((name, bad, "True or False") for name in ("nesterov", "maximize", "merge_dims") for bad in (1, "yes", None)),
 ]
 NAMES: list[tuple[str, str, str]] = [
+    ("precision", "tf32", "'fast' (the 11 bits of TF32, on a GPU); did you mean 'fast'?"),
+    ("precision", "highest", "'float32' (exact to float32)"),
+    ("precision", "highest", "did you mean 'float32'?"),
+    ("precision", "flaot32", "did you mean 'float32'?"),
+    ("root_device", "cuda", "None (where the parameter is), 'cpu' (on the host); did you mean None?"),
     ("graft", "adm", "'adam'"),
     ("graft", "Adam", "'adam'"),
     ("graft", "rms_prop", "'rmsprop'"),
