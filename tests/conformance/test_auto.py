@@ -30,9 +30,9 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    auto.forget()
+    auto._measured.clear()
     yield
-    auto.forget()
+    auto._measured.clear()
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def solvers_used(monkeypatch):
 
 def test_the_fastest_is_taken(clock):
     assert choose() == auto.Choice(Minimax(), {"minimax": 1.0, "eigh": 64.0})
-    auto.forget()
+    auto._measured.clear()
     clock.times["eigh"] = 0.1
     assert choose().solver == Eigh()
 
@@ -80,7 +80,7 @@ def test_the_fastest_is_taken(clock):
 def test_one_that_fails_is_not_taken(clock):
     clock.times["minimax"] = math.inf
     assert choose() == auto.Choice(Newton(), {"minimax": math.inf, "newton": 8.0, "eigh": 64.0})
-    auto.forget()
+    auto._measured.clear()
     clock.times.clear()
     assert choose().solver == Eigh() and choose().cost == math.inf
 
@@ -111,7 +111,7 @@ def test_measured_once_for_a_size_an_exponent_and_about_as_many(clock):
         before = len(clock.asked)
         choose(**other)
         assert len(clock.asked) == before + 2
-    auto.forget()
+    auto._measured.clear()
     before = len(clock.asked)
     choose()
     assert len(clock.asked) == before + 2
@@ -300,7 +300,7 @@ def test_a_schedule_stays(clock):
     opt = train(refresh="staggered")
     (key, *_) = [bank.key for bank in opt._banks]
     before = dict(opt._offsets(key))
-    auto.forget()
+    auto._measured.clear()
     clock.times |= {("minimax", 40): 90.0, "eigh": 100.0}
     opt.load_state_dict(opt.state_dict())
     opt.step()
