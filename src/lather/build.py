@@ -34,9 +34,7 @@ class Built:
     units: list[Unit] = field(default_factory=list)  # in the order of their collectives
     comms: dict[int, Comm] = field(default_factory=dict)  # of teams of more than one rank
     views: list[Views] = field(default_factory=list)  # what is published as the optimizer's state
-    counter: Tensor = field(
-        default_factory=lambda: torch.zeros(0, device="cpu")
-    )  # whose elements are published as "step"
+    counter: Tensor = field(default_factory=lambda: torch.zeros(0, device="cpu"))  # published as "step"
     steps: list[int] = field(default_factory=list)  # the same on the host
     sharded: list[bool] = field(default_factory=list)  # whether parameters are DTensors
     _stored: tuple[dict[int, Tensor], dict[int, Tensor]] | None = None
