@@ -17,7 +17,7 @@ LAYERS = [
     {"options", "layout", "assign"},
     {"transforms", "plan", "rules"},
     {"bank", "exchange", "fleet", "runs", "store", "tables"},
-    {"agreement", "census", "checkpoint", "health", "plan_report", "scale", "units"},
+    {"agreement", "build", "census", "changes", "checkpoint", "health", "plan_report", "scale", "units"},
     {"optimizer"},
     {"__init__", "cli", "demo", "__main__"},
 ]

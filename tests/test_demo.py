@@ -105,7 +105,6 @@ def test_missing_extra_says_what_to_install(
         ("plan w", "'w'"),
         ("plan w=2,w=3", "'w=3'"),
         ("plan w=64*32", "'64*32'"),
-        ("plan w=64 --max-preconditioner-dim x", "--max-preconditioner-dim"),
     ],
 )
 def test_wrong_arguments_exit_with_a_message(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +117,8 @@ def test_wrong_arguments_exit_with_a_message(line: str, message: str, capsys: py
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (["plan", "w=64x32", "--max-preconditioner-dim", "0"], "max_preconditioner_dim"),
+        (["plan", "w=64x32", "--max-preconditioner-dim", "0"], "max_preconditioner_dim=0"),
+        (["plan", "w=64x32", "--max-preconditioner-dim", "x"], "max_preconditioner_dim='x'"),
         (["demo", "--out", __file__], "exists"),
     ],
 )

@@ -8,19 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .census import Item, Ranks, name_of
+from . import roots
+from .build import Built
+from .census import Ranks, items_of, name_of
 from .exchange import Circle, Comm, difference
 from .layout import describe, groups_of, layout_of
 from .options import OPTIONS
-from .plan import Plan, first_come
+from .plan import first_come
 
 Facts = dict[str, str]
 
 
-def find_circle(items: Sequence[Item], groups: Sequence[Mapping[str, Any]], world: Ranks, given: Any) -> Circle:
+def find_circle(groups: Sequence[Mapping[str, Any]], world: Ranks, given: Any) -> Circle:
     """The ranks of all meshes that this rank stores parameters on; ``given`` is a process group to use if it fits."""
     known, devices = [given], dict[Ranks, torch.device]()
-    for g, i, p in items:
+    for g, i, p in items_of(groups):
         devices[_mesh(p, world, name_of(groups[g], g, i))] = p.device
         known += groups_of(p)
     shared = [ranks for ranks in sorted(devices, key=first_come) if len(ranks) > 1]
@@ -44,11 +46,22 @@ def agree(circle: Circle, facts: Callable[[Ranks], Facts], error: Exception | No
         raise ValueError(problem) from error
 
 
-def facts_of(plan: Plan, params: Sequence[Tensor], world: Ranks, ranks: Ranks, *, repeated: bool) -> Facts:
-    """All of a plan that must be the same on the ranks of a mesh, in words.
+def facts_of(built: Built, world: Ranks, ranks: Ranks, given: Mapping[str, Any], loaded: bool) -> Facts:
+    """All that must be the same on the ranks of a mesh, in words. ``given`` are arguments of the constructor; ``loaded``: from
+    a checkpoint, which might have been another on another rank."""
+    facts = {name: str(value) for name, value in given.items()}
+    facts |= _planned(built, world, ranks, repeated=given["num_trainers_per_group"] is not None)
+    for i in members(built.params, world, ranks):
+        if loaded or given["check_ranks"]:
+            facts[f"the step of parameter {built.name_of(i)}"] = str(built.steps[i])
+        if given["check_ranks"]:
+            facts[f"whether {built.name_of(i)} has a gradient"] = str(built.params[i].grad is not None)
+    return facts
 
-    ``repeated``: several ranks own the same block, so they must refresh it at the same steps.
-    """
+
+def _planned(built: Built, world: Ranks, ranks: Ranks, *, repeated: bool) -> Facts:
+    """What is planned. ``repeated``: several ranks own the same block, so they must refresh it at the same steps."""
+    plan, params = built.plan, built.params
     mine = members(params, world, ranks)
     facts = {"the number of parameters": str(len(mine))}
     facts |= {f"parameter number {k}": f"{plan.specs[i].name} {describe(params[i])}" for k, i in enumerate(mine)}
@@ -61,6 +74,13 @@ def facts_of(plan: Plan, params: Sequence[Tensor], world: Ranks, ranks: Ranks, *
     kept = set(mine)
     blocks = [(plan.owners[n], schedule.get(n)) for n, block in enumerate(plan.blocks) if block.param in kept]
     return facts | {"owners of blocks and steps of refreshes": str(blocks)}
+
+
+def measure(built: Built, circle: Circle) -> roots.Choices:
+    """The solvers for ``root="auto"``, the same on all ranks; times of this process are kept, so only once."""
+    devices = {spec.device: p.device for spec, p in zip(built.plan.specs, built.params, strict=True)}
+    stacks = {(devices[name], d, e): count for (name, d, e), count in built.plan.auto_stacks().items()}
+    return roots.decide(circle.merge(roots.measure(stacks)))
 
 
 def members(params: Sequence[Tensor], world: Ranks, ranks: Ranks) -> list[int]:

@@ -12,10 +12,14 @@ from torch import Tensor
 
 
 class Aside:
-    """Starts work that nobody waits for, until :meth:`finish`. On a CPU it is done at once: results are the same."""
+    """Starts work that nobody waits for, until :meth:`finish`. On a CPU it is done at once: results are the same.
+
+    Work that raises is lost, and ``error`` says why: a rank that stopped here would leave the others waiting for it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.error: str | None = None  # of the last work that was lost
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._pool: ThreadPoolExecutor | None = None
         self._threads: list[Future[None]] = []
@@ -24,7 +28,7 @@ class Aside:
         """Do ``work`` after all that was launched so far. ``touches`` is memory that it needs, maybe for longer than its owner;
         ``threaded``: it makes the host wait, so a thread does it."""
         if self.stream is None:
-            work()
+            self._attempt(work)
             return
         ready, stream = torch.cuda.current_stream(self.device).record_event(), self.stream
         for tensor in touches:
@@ -33,7 +37,7 @@ class Aside:
         def run() -> None:
             with torch.no_grad(), torch.cuda.stream(stream):
                 stream.wait_event(ready)
-                work()
+                self._attempt(work)
 
         if threaded:
             self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="lather")
@@ -41,8 +45,14 @@ class Aside:
         else:
             run()
 
+    def _attempt(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+
     def finish(self) -> None:
-        """What is launched from now on sees the results; raises what went wrong in a thread."""
+        """What is launched from now on sees the results."""
         threads, self._threads = self._threads, []
         wait(threads)
         for thread in threads:

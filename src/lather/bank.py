@@ -174,7 +174,7 @@ class Refresh:
 
 def refresh(method: Preconditioner, due: Sequence[Refresh], aside: Aside | None = None) -> None:
     """Refresh all that is due, a few of the slots that failed the last time by eigh, and count failures in a row; ``aside``
-    of the training, if that is given."""
+    of the training, if that is given. What is lost there has failed too."""
     if aside is not None:  # options may change before the work is done
         group = dict(due[0].ctx.group)
         due = [replace(job, ctx=replace(job.ctx, group=group)) for job in due]
@@ -182,19 +182,30 @@ def refresh(method: Preconditioner, due: Sequence[Refresh], aside: Aside | None 
     easy = [[slot for slot in job.slots if slot not in some] for job, some in zip(due, hard, strict=True)]
     for parts, exact in ((easy, False), (hard, True)):
         jobs = [(job, Due(job.state, slots, job.ctx)) for job, slots in zip(due, parts, strict=True) if slots]
-        for batch in method.batches([part for _, part in jobs], exact):
-            work = partial(_do, batch, [job for job, _ in jobs])
-            if aside is None:
-                work()
-            else:
-                touched = [*batch.reads, *(job.failed for job in due)]
-                aside.start(work, touched, threaded=bool(due[0].ctx.group["root_device"]))
+        counts, left = [job.failed for job, _ in jobs], [set(part.slots) for _, part in jobs]
+        batches = method.batches([part for _, part in jobs], exact)
+        if aside is None:
+            for batch in batches:
+                _do(batch, counts, left)
+        else:
+            threaded = bool(due[0].ctx.group["root_device"])
+            for batch in batches:
+                aside.start(partial(_do, batch, counts, left), [*batch.reads, *counts], threaded)
+            aside.start(partial(_count_lost, counts, left), counts, threaded)
 
 
-def _do(batch: Batch, jobs: Sequence[Refresh]) -> None:
+def _do(batch: Batch, counts: Sequence[Tensor], left: Sequence[set[int]]) -> None:
+    """Work off a batch; ``left`` are the slots of every stack that are still to be done."""
     for number, slots, ok in batch():
-        index, failed = positions(tuple(slots), ok.device), jobs[number].failed
+        index, failed = positions(tuple(slots), ok.device), counts[number]
         failed[index] = torch.where(ok, 0, failed[index] + 1)
+        left[number].difference_update(slots)
+
+
+def _count_lost(counts: Sequence[Tensor], left: Sequence[set[int]]) -> None:
+    for failed, slots in zip(counts, left, strict=True):
+        if slots:
+            failed[positions(tuple(sorted(slots)), failed.device)] += 1
 
 
 def make_stack(key: BankKey, n: int, group: Mapping[str, Any], device: torch.device) -> Stack:

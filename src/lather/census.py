@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .blocks import Layout
 from .exchange import my_rank
-from .layout import check_parameter, is_stored, layout_of, team_of
+from .layout import check_parameter, is_stored, layout_of, local_gradient, team_of
 from .plan import Spec
 
 Item = tuple[int, int, Tensor]  # group, position in it, parameter
@@ -48,6 +48,22 @@ def take(
         device = _device_name(p.device, devices)
         specs.append(Spec(name, tuple(p.shape), g, device, dtype, number, layout, grad_dtype(p)))
     return specs, list(teams)
+
+
+def gradients(params: Sequence[Tensor], sharded: Sequence[bool], name_of: Callable[[int], str]) -> dict[int, Tensor]:
+    """This rank's part of every gradient there is, by number of the parameter; ``sharded`` says which are DTensors."""
+    grads = {}
+    for i, p in enumerate(params):
+        grad = p.grad
+        if grad is None:
+            continue
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"parameter {name_of(i)} has a sparse gradient; use a dense one (sparse=False in nn.Embedding) or give it to "
+                "torch.optim.SparseAdam"
+            )
+        grads[i] = local_gradient(grad, p, name_of(i)) if sharded[i] else grad
+    return grads
 
 
 def grad_dtype(p: Tensor) -> str:

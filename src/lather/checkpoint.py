@@ -7,7 +7,8 @@ keys are there on the rank that owns it; ``momentum`` lies as its parameter does
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +75,16 @@ def check_groups(state_dict: Mapping[str, Any], live: Sequence[Mapping[str, Any]
                     f"param group {number} of the checkpoint was saved with {name}={theirs[name]!r} but the optimizer has "
                     f"{name}={mine[name]!r}, which gives other blocks or state; construct it with {name}={theirs[name]!r}"
                 )
+
+
+def check_states(entries: Sequence[Mapping[str, Any]], plan: Plan, places: Sequence[int]) -> None:
+    """Refuse the saved state of a plan's parameters that does not fit it, as seen from these places."""
+    needed = expected_shapes(plan, plan.banks_of(places))
+    known = expected_shapes(plan, plan.all_banks())
+    for i, (saved, spec) in enumerate(zip(entries, plan.specs, strict=True)):
+        local_blocks = plan.groups[spec.group]["blocks"] == "local"
+        hint = ", or sharded otherwise, which blocks='local' depends on" if local_blocks else ""
+        check_state(saved, needed[i], known[i], spec.name, hint)
 
 
 def check_state(
@@ -184,8 +195,15 @@ def blank(banks: Iterable[Bank]) -> list[int]:
     return [param for param, used in seen.items() if not used]
 
 
-def counts(steps: Tensor) -> list[int]:
-    return [int(t) for t in steps.tolist()]
+def warn_of_blanks(banks: Iterable[Bank], steps: Sequence[int], name_of: Callable[[int], str]) -> None:
+    """torch fills a state that it gathered on one rank, and that lacks the others' blocks, with what is there: zeros."""
+    if found := [i for i in blank(banks) if steps[i] > 0]:
+        warnings.warn(
+            f"the checkpoint has steps, but nothing but zeros for the blocks that this rank owns of {len(found)} parameters, "
+            f"{name_of(found[0])} the first; if it was gathered on one rank, by get_optimizer_state_dict(full_state_dict=True) for "
+            "instance, call opt.consolidate_state_dict() before that",
+            stacklevel=4,  # the line that called opt.load_state_dict()
+        )
 
 
 def _few(keys: Sequence[str], limit: int = 4) -> str:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import difflib
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from . import shapes
 from ._version import __version__
+from .options import OPTIONS, markdown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; arguments that make no sense exit with 2 and a message."""
     parser = make_parser()
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
     try:
+        if unknown:
+            refuse(unknown[0], OPTIONS if args.run is run_plan else ())
         print(args.run(args))
     except UserError as error:
         print(f"lather: {error}", file=sys.stderr)
@@ -45,7 +51,10 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument("--sweep", action="store_true", help="instead: validation loss over the grid of learning rates")
 
     plan = commands.add_parser(
-        "plan", help="what would be preconditioned, its memory and work, from shapes alone", allow_abbrev=False
+        "plan",
+        help="what would be preconditioned, its memory and work, from shapes alone",
+        usage="lather plan MODEL_OR_SHAPES [--ranks N,N,... --shard LAYOUT] [--json] [--OPTION VALUE ...]",
+        allow_abbrev=False,
     )
     plan.set_defaults(run=run_plan)
     plan.add_argument(
@@ -55,21 +64,31 @@ def make_parser() -> argparse.ArgumentParser:
         help=f'one of {", ".join(shapes.MODELS)}, or shapes such as "w=64x32,b=64"',
     )
     plan.add_argument("--ranks", type=parse_counts, metavar="N,N,...", help="a line for each number of ranks")
-    plan.add_argument("--shard", default="ddp", help="how parameters lie over them: ddp (default), fsdp, hsdp=K, tp=K")
-    plan.add_argument("--group", type=positive, metavar="N", help="num_trainers_per_group (default: all ranks)")
+    plan.add_argument(
+        "--shard",
+        default="ddp",
+        metavar="LAYOUT",
+        help="how parameters lie over them: ddp (default), fsdp, hsdp=K, tp=K",
+    )
+    plan.add_argument(
+        "--group",
+        "--num-trainers-per-group",
+        type=positive,
+        metavar="N",
+        help="ranks that share the work (default: all)",
+    )
     plan.add_argument("--stages", type=positive, default=1, help="default %(default)s")
-    plan.add_argument("--max-preconditioner-dim", type=float, default=1024, metavar="N", help="default %(default)s")
-    plan.add_argument("--precondition-frequency", type=positive, default=10, metavar="N", help="default %(default)s")
-    plan.add_argument("--momentum", type=float, default=0.0, help="default %(default)s")
-    plan.add_argument("--communication-dtype", help="float32, bfloat16, float16 or int8")
-    plan.add_argument("--state-dtype", default="float32", help="default %(default)s")
-    plan.add_argument("--root-dtype", help="of roots (default: as --state-dtype)")
-    plan.add_argument("--factors", default="full", help="full (default) or packed")
     plan.add_argument("--dtype", default="float32", help="of the parameters (default %(default)s)")
     plan.add_argument(
         "--device", default="cuda", help="where they are, which decides on root solvers (default %(default)s)"
     )
     plan.add_argument("--json", action="store_true", help="as JSON")
+    more = plan.add_argument_group(
+        "options of lather.Shampoo", "as docs/options.md explains them; unset, their defaults"
+    )
+    for name, option in OPTIONS.items():
+        text = option.text.replace("`", "").replace("%", "%%")
+        more.add_argument(flag(name), type=parse_value, default=argparse.SUPPRESS, metavar="VALUE", help=text)
 
     options = commands.add_parser("options", help="every option of lather.Shampoo, as Markdown")
     options.set_defaults(run=run_options)
@@ -90,14 +109,11 @@ def run_demo(args: argparse.Namespace) -> str:
 def run_plan(args: argparse.Namespace) -> str:
     from .plan_report import PlanReport, plan, scale_table
 
-    names = ["max_preconditioner_dim", "precondition_frequency", "momentum", "communication_dtype", "dtype", "device"]
-    names += ["state_dtype", "root_dtype", "factors"]
-    given = {name: getattr(args, name) for name in names}
+    given = {name: value for name, value in vars(args).items() if name in OPTIONS}
+    given |= {"dtype": args.dtype, "device": args.device, "num_trainers_per_group": args.group, "stages": args.stages}
 
     def report(ranks: int) -> PlanReport:
-        return plan(
-            args.shapes, ranks=ranks, shard=args.shard, num_trainers_per_group=args.group, stages=args.stages, **given
-        )
+        return plan(args.shapes, ranks=ranks, shard=args.shard, **given)
 
     try:
         if args.ranks is None:
@@ -113,9 +129,18 @@ def run_plan(args: argparse.Namespace) -> str:
 
 
 def run_options(args: argparse.Namespace) -> str:
-    from .options import markdown
-
     return markdown()
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def refuse(unknown: str, names: Iterable[str]) -> None:
+    """An argument that nobody knows, beside options of these names."""
+    guess = difflib.get_close_matches(unknown.partition("=")[0], map(flag, names), n=1, cutoff=0.75)
+    hint = f"did you mean {guess[0]}?" if guess else "--help lists what there is"
+    raise UserError(f"unknown argument {unknown!r}; {hint}")
 
 
 def whole(text: str) -> int:
@@ -129,6 +154,21 @@ def positive(text: str) -> int:
     if not whole(text):
         raise ValueError
     return int(text)
+
+
+def parse_value(text: str) -> Any:
+    """The value of an option, as in Python; what is not Python is a name.
+
+    >>> [parse_value(text) for text in ("packed", "0.9,0.95", "{2: 0.5}", "inf", "none", "newton(iterations=9)")]
+    ['packed', (0.9, 0.95), {2: 0.5}, inf, None, 'newton(iterations=9)']
+    """
+    words = {"none": None, "true": True, "false": False, "inf": math.inf}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def parse_counts(text: str) -> list[int]:

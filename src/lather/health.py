@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from .bank import Bank
+from .build import Built
 from .exchange import Circle
 from .transforms import factors_of
+
+ALARM = 10  # steps between looks at the failures of all ranks; the same whatever options a rank knows of
 
 
 class NumericalWarning(RuntimeWarning):
@@ -22,19 +25,34 @@ class Watch:
     """Reads the banks' counts and reports them by parameter name."""
 
     def __init__(self) -> None:
+        self._alarm, self._calls = Alarm(), 0
         self._mail: dict[Bank, tuple[Tensor, Any]] = {}
         self._reported: set[str] = set()
 
     def keep(self, banks: Iterable[Bank]) -> None:
         """Let go of banks that are no more."""
+        self._alarm = Alarm()
         live = set(banks)
         self._mail = {bank: mail for bank, mail in self._mail.items() if bank in live}
 
-    def look(self, bank: Bank, group: Mapping[str, Any], name_of: Callable[[int], str], alone: bool) -> None:
+    def look_after(self, built: Built, groups: Sequence[Mapping[str, Any]], circle: Circle) -> None:
+        """Report failures after a step: every time where reading is free, now and then where it is not."""
+        for bank in built.banks:
+            group = groups[bank.key.group]
+            step = built.steps[bank.blocks[0].param]
+            if bank.counts.is_cpu or step % group["precondition_frequency"] == 0:
+                self._look(bank, group, built.name_of, alone=not circle)
+        self._calls += 1
+        if circle and self._calls % ALARM == 0 and self._alarm.rings(built.banks, groups, circle):
+            raise RuntimeError(circle.tell(failures(built.banks, groups, built.name_of)))
+
+    def _look(self, bank: Bank, group: Mapping[str, Any], name_of: Callable[[int], str], alone: bool) -> None:
         """Report what is known by now. On CUDA the counts are under way for a while; they are read once they arrived.
 
         A rank that is not ``alone`` does not raise: all do, together, when the :class:`Alarm` says so.
         """
+        if error := lost(bank):
+            self._warn(f"roots could not be computed beside the training ({error}); their last ones are kept")
         counts = self._read(bank)
         if counts is None:
             return
@@ -124,6 +142,22 @@ def nonfinite(grads: Mapping[int, Tensor]) -> list[int]:
     return [i for i, fine in zip(keys, finite, strict=True) if not fine]
 
 
+def refuse_nonfinite(
+    grads: Mapping[int, Tensor], built: Built, groups: Sequence[Mapping[str, Any]], circle: Circle
+) -> None:
+    """Under ``on_nonfinite="raise"``, raise on all ranks if a gradient has NaN or Inf."""
+    strict = [groups[spec.group]["on_nonfinite"] == "raise" for spec in built.plan.specs]
+    bad = nonfinite({i: grad for i, grad in grads.items() if strict[i]})
+    message = circle.tell(
+        f"parameter {built.name_of(bad[0])} has NaN or Inf in its gradient at step {built.steps[bad[0]] + 1}; nothing was "
+        "updated (on_nonfinite='raise')"
+        if bad
+        else None
+    )
+    if message is not None:
+        raise FloatingPointError(message)
+
+
 def tally(banks: Iterable[Bank], name_of: Callable[[int], str]) -> dict[str, dict[str, int]]:
     """For each parameter with any, the most that one of its blocks has: gradients skipped, refreshes failed in a row."""
     found: dict[str, dict[str, int]] = {}
@@ -138,11 +172,19 @@ def tally(banks: Iterable[Bank], name_of: Callable[[int], str]) -> dict[str, dic
 def _failure(bank: Bank, slot: int, name: str, failed: int, group: Mapping[str, Any]) -> str:
     factors = [factors_of(bank.state, mode, slice(slot, slot + 1))[0] for mode in range(len(bank.key.modes))]
     conditions = ", ".join(_condition(factor, group["eps"]) for factor in factors)
+    error = lost(bank)
+    cause = f". The last error was {error}" if error else ""
     return (
         f"the root of block {bank.blocks[slot].index} of parameter {name} (shape {bank.key.shape}) failed to refresh "
         f"{failed} times in a row, more than max_failed_refreshes={group['max_failed_refreshes']}; condition numbers of "
-        f"its factors: {conditions}. Raise eps (now {group['eps']:g}), lower the learning rate, or choose another root solver"
+        f"its factors: {conditions}{cause}. Raise eps (now {group['eps']:g}), lower the learning rate, or "
+        "choose another root solver"
     )
+
+
+def lost(bank: Bank) -> str | None:
+    """Why a refresh beside the training came to nothing, if one has."""
+    return bank.aside.error if "aside" in vars(bank) else None
 
 
 def _condition(factor: Tensor, eps: float) -> str:

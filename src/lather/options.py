@@ -18,6 +18,7 @@ import torch
 from . import roots
 
 Check = Callable[[str, Any], Any]
+NOBODYS: Mapping[str, str | None] = {}
 
 
 def _fail(name: str, value: object, allowed: str) -> ValueError:
@@ -79,13 +80,19 @@ def _bool(name: str, value: Any) -> bool:
     return value
 
 
-def _choice(*names: str | None) -> Check:
+def _choice(*names: str | None, meanings: Sequence[str] = (), others: Mapping[str, str | None] = NOBODYS) -> Check:
+    """``meanings``: of the names, where they do not tell it; ``others``: what other libraries call them."""
+    allowed = (
+        [f"{name!r} ({text})" for name, text in zip(names, meanings, strict=True)] if meanings else map(repr, names)
+    )
+    listed = "one of " + ", ".join(allowed)
+
     def check(name: str, value: Any) -> Any:
         if value in names:
             return value
         close = difflib.get_close_matches(str(value), [n for n in names if n], n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise _fail(name, value, "one of " + ", ".join(map(repr, names)) + hint)
+        guesses = [others[value]] if isinstance(value, str) and value in others else close
+        raise _fail(name, value, listed + (f"; did you mean {guesses[0]!r}?" if guesses else ""))
 
     return check
 
@@ -116,6 +123,21 @@ def _dtype(name: str, value: Any) -> str:
 
 def _wire(name: str, value: Any) -> str:
     return str(_choice("float32", "bfloat16", "float16", "int8")(name, str(value).removeprefix("torch.")))
+
+
+_precision = _choice(
+    None,
+    "float32",
+    "fast",
+    meanings=("as torch's float32 matmul precision is set", "exact to float32", "the 11 bits of TF32, on a GPU"),
+    others={"tf32": "fast", "high": "fast", "medium": "fast", "ieee": "float32", "highest": "float32"},
+)
+_root_device = _choice(
+    None,
+    "cpu",
+    meanings=("where the parameter is", "on the host"),
+    others={"cuda": None, "gpu": None, "host": "cpu"},
+)
 
 
 @dataclass(frozen=True)
@@ -155,12 +177,12 @@ OPTIONS: dict[str, Option] = {
     "start_preconditioning_step": Option(None, _optional(_count(1, infinite=True)), "first preconditioned step; default `precondition_frequency`; infinity: never"),
     "refresh": Option("together", _choice("together", "staggered"), "refresh all blocks at once, or spread them evenly over the period"),
     "refresh_delay": Option(0, _count(0), "steps from a refresh to the first use of its roots. Until then they are computed beside the training, on a CUDA device by a stream of its own; takes the memory of the roots once more"),
-    "root_device": Option(None, _optional(_choice("cpu")), "`\"cpu\"`: compute roots on the host, for a device without a solver; with `refresh_delay`, in a thread"),
+    "root_device": Option(None, _root_device, "`\"cpu\"`: compute roots on the host, for a device without a solver; with `refresh_delay`, in a thread. No effect where parameters are on the host"),
     "on_nonfinite": Option("skip", _choice("skip", "raise"), "a block with NaN or Inf in its gradient sits the step out, or the step raises (which reads the device on every step)"),
     "max_failed_refreshes": Option(3, _count(0), "failed refreshes in a row that one block may have"),
     "communication_dtype": Option(None, _optional(_wire), "rounds directions for their way to the ranks that store the parameter: `\"float32\"`, `\"bfloat16\"`, `\"float16\"`, or `\"int8\"` with a scale per block; default: not rounded"),
     "blocks": Option("global", _choice("global", "local"), "cut blocks from whole parameters, or from each shard, so that no gradient travels and results depend on the sharding", structural=True),
-    "precision": Option(None, _optional(_choice("float32", "fast")), "products that make statistics and apply roots, on a GPU: `\"float32\"`, or `\"fast\"` with the 11 bits of TF32; default: as torch's float32 matmul precision. Roots are computed in float32 either way"),
+    "precision": Option(None, _precision, "products that make statistics and apply roots: `\"float32\"`, or on a GPU `\"fast\"` with the 11 bits of TF32; default: as torch's float32 matmul precision. Roots are computed in float32 either way"),
     "state_dtype": Option("float32", _dtype, "dtype of the state; arithmetic is in float32 or better", structural=True),
     "root_dtype": Option(None, _optional(_dtype), "dtype that roots are kept in; default `state_dtype`", structural=True),
     "factors": Option("full", _choice("full", "packed"), "keep factors whole, or their lower triangles only: the same numbers in half the memory", structural=True),
@@ -174,7 +196,14 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "check_ranks": (False, "for debugging: before every step ranks compare their options, and which parameters have a gradient, and fail together where they differ"),
 }  # fmt: skip
 
+FLAGS = ("foreach", "fused", "capturable", "differentiable", "amsgrad")  # of torch's optimizers, none of which we have
 STRUCTURAL = tuple(name for name, option in OPTIONS.items() if option.structural)
+
+
+def refuse_flags(given: Mapping[str, Any]) -> None:
+    for flag in FLAGS:
+        if given.get(flag):
+            raise ValueError(f"{flag}=True is not implemented by Shampoo; leave it out")
 
 
 def check_options(group: dict[str, Any]) -> None:
@@ -231,6 +260,16 @@ def _refuse_without_effect(group: Mapping[str, Any]) -> None:
     for name, useless, why in idle:
         if useless:
             raise ValueError(f"{name}={group[name]!r} has no effect {why}; remove it or change the other option")
+
+
+def idle_on(device: str, group: Mapping[str, Any]) -> list[str]:
+    """Options that do nothing for parameters on such a device, in words. No mistake: a script may run on any."""
+    kind, notes = torch.device(device).type, []
+    if group["root_device"] == kind:
+        notes.append(f"root_device={kind!r} has no effect on {kind}: roots are computed there anyway")
+    if (group["precision"] == "fast" and kind != "cuda") or (group["precision"] and kind not in ("cuda", "cpu")):
+        notes.append(f"precision={group['precision']!r} has no effect on {kind}: products are as torch is set")
+    return notes
 
 
 def whole(name: str, value: Any) -> int:
@@ -309,7 +348,8 @@ def markdown() -> str:
             "Written by `python -m lather options`. Every option may be given for all parameters or per param group, and is read",
             "on every step, so schedulers may change it; those marked † decide which blocks and state there are and are fixed",
             "after the first step. A value out of range, and an option that would have no effect beside the others, is a",
-            "`ValueError`.",
+            "`ValueError`; one that has no effect on a device is not, so that a script runs on any, but `opt.plan()` says so.",
+            "`python -m lather plan` takes them all: `max_preconditioner_dim` is `--max-preconditioner-dim 2048`.",
             "",
             "| option | default | meaning |",
             "|---|---|---|",

@@ -231,6 +231,7 @@ def make_plan(
 
 def refresh_cost(block: Block, options: Mapping[str, Any], device: str) -> float:
     """Operations; never a measurement, or plans would differ between ranks, and between before and after."""
+    device = options["root_device"] or device
     return assign.refresh_flops(
         block, lambda d: resolve(options["root"], d, device, exponent(options, len(block.shape)))
     )

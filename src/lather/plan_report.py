@@ -70,6 +70,7 @@ class PlanReport:
             blocks[block.param].append(block)
         self.params = [_param_row(plan, *item) for item in zip(plan.specs, blocks, strict=True)]
         self.banks = _bank_rows(plan, choices)
+        self.notes = _notes(plan)
         self.memory = _memory(plan)
         self.teams = [rank_report(plan, team, places[team] if places else None) for team in range(len(plan.teams))]
         drafts = make_drafts(plan, [team.place for team in self.teams]) if len(self.teams) > 1 else []
@@ -93,6 +94,7 @@ class PlanReport:
             "teams": [team.to_dict() for team in self.teams],
             "step_flops": self.step_flops,
             "refresh_flops": self.refresh_flops,
+            "notes": list(self.notes),
         }
 
     def __repr__(self) -> str:
@@ -107,6 +109,7 @@ class PlanReport:
             f"work: {flops_text(self.step_flops)} per step, {flops_text(self.refresh_flops)} per refresh of all roots"
         ]
         lines += [_team_line(team) for team in self.teams if team.trainers > 1]
+        lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -172,6 +175,12 @@ def check_memory(plan: Plan, places: Sequence[int], devices: Mapping[str, torch.
             )
 
 
+def _notes(plan: Plan) -> list[str]:
+    """What a user might not expect: options without effect where the parameters are."""
+    used = dict.fromkeys((spec.group, spec.device) for spec in plan.specs)
+    return list(dict.fromkeys(note for g, device in used for note in options.idle_on(device, plan.groups[g])))
+
+
 def _memory(plan: Plan) -> dict[str, int]:
     """Bytes of the whole state, by kind."""
     memory = dict.fromkeys((*KINDS.values(), "momentum"), 0)
@@ -214,10 +223,11 @@ def _bank_rows(plan: Plan, choices: Choices) -> list[BankRow]:
 def _solvers(key: BankKey, group: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[dict[str, float | None], ...]]:
     """The solver of each side, and what the candidates take if that was measured."""
     e, solvers, times = options.exponent(group, len(key.shape)), list[str](), list[dict[str, float | None]]()
+    device = group["root_device"] or key.device
     for d, mode in zip(key.shape, key.modes, strict=False):
-        choice = chosen(group["root"], d, key.device, e) if isinstance(group["root"], Mapping) else None
+        choice = chosen(group["root"], d, device, e) if isinstance(group["root"], Mapping) else None
         ms = choice.milliseconds if choice and mode == "full" else {}
-        solvers.append(spell(resolve(group["root"], d, key.device, e)) if mode == "full" else "diagonal")
+        solvers.append(spell(resolve(group["root"], d, device, e)) if mode == "full" else "diagonal")
         times.append({name: t if t < math.inf else None for name, t in ms.items()})
     return tuple(solvers), tuple(times)
 

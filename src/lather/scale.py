@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from . import assign, options
 from .blocks import Axis, Layout
 from .checkpoint import block_state
 from .plan import BankKey, Plan, refresh_cost
+from .store import ArenaKey
 from .units import Draft
 
 SHARDINGS = "ddp, fsdp, hsdp=K or tp=K"
@@ -74,13 +75,30 @@ def rank_report(plan: Plan, team: int, place: int | None) -> RankReport:
     )
 
 
-def scratch_bytes(drafts: Iterable[Draft]) -> int:
-    """What the units of a rank share."""
-    needs: dict[Any, int] = {}
+def scratch_bytes(drafts: Sequence[Draft]) -> int:
+    """What the units of a rank keep beside state and messages: buffers that they share, tables of indices, and what fleets
+    return."""
+    needs: dict[ArenaKey, int] = {}
     for draft in drafts:
         for key, numel in draft.scratch():
             needs[key] = max(numel, needs.get(key, 0))
-    return sum(numel * dtype.itemsize for (_, _, dtype), numel in needs.items())
+    shared = sum(numel * dtype.itemsize for (_, _, dtype), numel in needs.items())
+    return shared + index_bytes(drafts) + sum(draft.returned_bytes() for draft in drafts)
+
+
+def index_bytes(drafts: Iterable[Draft]) -> int:
+    """Tables that tell the places of packed factors, one pair for each size and device. Kernels pack without one."""
+    numels: dict[tuple[str, str, int], int] = {}
+    for draft in drafts:
+        by_kernels = {share.key for fleet in draft.fleets for share in fleet if share.boxed}
+        for key in draft.banks:
+            packed = draft.plan.groups[key.group]["factors"] == "packed"
+            for d, mode in zip(key.shape, key.modes, strict=False):
+                if packed and mode == "full":
+                    numels["unpack", key.device, d] = d * d
+                    if key not in by_kernels:
+                        numels["pack", key.device, d] = d * (d + 1) // 2
+    return sum(numel * (4 if d * d < 1 << 31 else 8) for (_, _, d), numel in numels.items())
 
 
 def place_totals(plan: Plan, team: int) -> tuple[list[int], list[float]]:

@@ -324,6 +324,11 @@ class Draft:
         back = [mail.numel * itemsize(str(self.route.outbound)) for mail in self.outbound or ()] or [0, 0]
         return max(there[0], back[1]), there[1], back[0]
 
+    def returned_bytes(self) -> int:
+        """Directions that fleets return, where they travel: a CUDA graph keeps what it returns."""
+        kept = self.outbound and len(self.fleets) <= FEW
+        return sum(4 * share.padded for fleet in self.fleets for share in fleet) if kept else 0
+
     def scratch(self) -> Iterator[tuple[ArenaKey, int]]:
         """Needs of the arena that all units share."""
         reads = self.reads if self.inbound else [self.reads[i] for i in self.alone]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lather
-from lather.plan import Spec, make_plan
+from lather.plan import WORTHWHILE, Spec, make_plan
 from lather.roots import Eigh, Minimax, Newton, auto, resolve
 
 CPU = torch.device("cpu")
@@ -30,9 +30,9 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    auto.forget()
+    auto._measured.clear()
     yield
-    auto.forget()
+    auto._measured.clear()
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def solvers_used(monkeypatch):
 
 def test_the_fastest_is_taken(clock):
     assert choose() == auto.Choice(Minimax(), {"minimax": 1.0, "eigh": 64.0})
-    auto.forget()
+    auto._measured.clear()
     clock.times["eigh"] = 0.1
     assert choose().solver == Eigh()
 
@@ -80,7 +80,7 @@ def test_the_fastest_is_taken(clock):
 def test_one_that_fails_is_not_taken(clock):
     clock.times["minimax"] = math.inf
     assert choose() == auto.Choice(Newton(), {"minimax": math.inf, "newton": 8.0, "eigh": 64.0})
-    auto.forget()
+    auto._measured.clear()
     clock.times.clear()
     assert choose().solver == Eigh() and choose().cost == math.inf
 
@@ -111,7 +111,7 @@ def test_measured_once_for_a_size_an_exponent_and_about_as_many(clock):
         before = len(clock.asked)
         choose(**other)
         assert len(clock.asked) == before + 2
-    auto.forget()
+    auto._measured.clear()
     before = len(clock.asked)
     choose()
     assert len(clock.asked) == before + 2
@@ -154,18 +154,15 @@ def test_a_cpu_is_not_measured():
 def test_all_candidates_work_on_the_synthetic_stack(d, e):
     before = torch.get_rng_state()
     a = auto._synthetic(auto.Task(d, e, 2), CPU)
-    assert torch.equal(torch.get_rng_state(), before) and a.shape == (2, d, d) and torch.equal(a, a.mT)
+    assert torch.equal(torch.get_rng_state(), before) and a.shape == (auto.MANY, d, d) and torch.equal(a, a.mT)
     for solver in auto.candidates(e):
         assert solver.init(1, d, a.dtype, CPU) == {}, "its state would be in checkpoints"
         assert solver(a, e, 1e-12, {}).ok.all()
 
 
 def test_the_stack_is_bounded():
-    assert [len(auto._synthetic(auto.Task(d, 0.25, n), CPU)) for d, n in ((32, 4), (32, 256), (1024, 64))] == [
-        64,
-        256,
-        8,
-    ]
+    sizes = {(32, 4): auto.MANY, (32, 256): 256, (1024, 64): auto.NUMEL // 1024**2}
+    assert all(len(auto._synthetic(auto.Task(d, 0.25, n), CPU)) == size for (d, n), size in sizes.items())
 
 
 def test_slow_candidates_are_timed_on_fewer_matrices(monkeypatch):
@@ -176,7 +173,7 @@ def test_slow_candidates_are_timed_on_fewer_matrices(monkeypatch):
     monkeypatch.setattr(auto, "_clock", lambda solver, a, e, repeats: 50.0)
     assert auto._time(Eigh(), task, CPU) == 50.0
     monkeypatch.setattr(auto, "_clock", lambda solver, a, e, repeats: 0.5)
-    assert auto._time(Eigh(), task, CPU) == 0.5 / 16
+    assert auto._time(Eigh(), task, CPU) == 0.5 / 60  # what the budget allows
 
 
 def test_a_candidate_that_is_not_ok_or_raises_cannot_be_used(monkeypatch):
@@ -280,9 +277,9 @@ def test_the_report_of_a_device_where_nothing_works(clock):
 # --- staggered refreshes
 
 
-def staggered(choices, root="auto"):
+def staggered(choices, root="auto", frequency=2):
     options = {name: option.default for name, option in lather.options.OPTIONS.items()}
-    options |= {"refresh": "staggered", "precondition_frequency": 2, "root": root}
+    options |= {"refresh": "staggered", "precondition_frequency": frequency, "root": root}
     specs = [Spec(f"p{i}", (d, d), 0) for i, d in enumerate((64, 48, 48, 48))]
     return list(make_plan(specs, [options]).offsets(0, choices).values())
 
@@ -300,11 +297,18 @@ def test_refreshes_are_balanced_by_what_was_measured(clock):
     assert staggered(choices) == staggered({})
 
 
+@pytest.mark.parametrize(("part", "steps"), [(0.01, {0}), (1 / 4, {0, 4}), (1 / 2, {0, 2, 4, 6})])
+def test_little_work_is_done_in_few_steps(clock, part, steps):
+    """Of four blocks with two factors each, which take a part of what a step is worth."""
+    choices = {(d, 0.25): auto.Choice(Minimax(), {"minimax": part * WORTHWHILE}) for d in (64, 48)}
+    assert set(staggered(choices, frequency=8)) == steps
+
+
 def test_a_schedule_stays(clock):
     opt = train(refresh="staggered")
     (key, *_) = [bank.key for bank in opt._banks]
     before = dict(opt._offsets(key))
-    auto.forget()
+    auto._measured.clear()
     clock.times |= {("minimax", 40): 90.0, "eigh": 100.0}
     opt.load_state_dict(opt.state_dict())
     opt.step()

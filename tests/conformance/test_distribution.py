@@ -272,6 +272,32 @@ def test_groups_repeat_the_work(capsys):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ([], {}),
+        (["--root", "track", "--refresh-delay", "2"], {"root": "track", "refresh_delay": 2}),
+        (
+            ["--root", "newton(iterations=9)", "--root-device=cpu"],
+            {"root": "newton(iterations=9)", "root_device": "cpu"},
+        ),
+        (["--factors", "packed", "--root-dtype", "bfloat16"], {"factors": "packed", "root_dtype": "bfloat16"}),
+        (["--max-preconditioner-dim", "inf", "--graft", "none"], {"max_preconditioner_dim": math.inf, "graft": None}),
+        (["--betas", "0.0,0.9", "--merge-dims", "false"], {"betas": (0.0, 0.9), "merge_dims": False}),
+    ],
+)
+def test_the_command_line_has_every_option(arguments, options, capsys):
+    assert cli.main(["plan", "w=64x32,c=8x4x3x3", *arguments, "--json"]) == 0
+    report = lather.plan({"w": (64, 32), "c": (8, 4, 3, 3)}, device="cuda", **options)
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(report.to_dict()))
+
+
+@pytest.mark.parametrize("root_device", [None, "cpu"])
+def test_solvers_are_those_of_where_roots_are_computed(root_device):
+    report = lather.plan({"w": (64, 32)}, device="cuda", root_device=root_device)
+    assert set(report.banks[0].solvers) == {"eigh" if root_device else "minimax"}
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["gpt2-tiny", "--ranks", "4", "--shard", "zero"], "shard='zero' is not valid"),
@@ -279,6 +305,12 @@ def test_groups_repeat_the_work(capsys):
         (["gpt2-tiny", "--ranks", "4", "--group", "3"], "does not divide the 4 ranks"),
         (["gpt2-tiny", "--ranks", "4", "--shard", "fsdp", "--group", "2"], "do not store the whole"),
         (["gpt2-tiny", "--communication-dtype", "int4"], "communication_dtype='int4'"),
+        (["gpt2-tiny", "--root", "nwton"], "did you mean 'newton'?"),
+        (["gpt2-tiny", "--refresh-delay", "10"], "must be less than precondition_frequency=10"),
+        (["gpt2-tiny", "--precondition-frequency", "0"], "precondition_frequency=0 is not valid"),
+        (["gpt2-tiny", "--betas", "0.9"], "a pair (beta1, beta2)"),
+        (["gpt2-tiny", "--rooot", "eigh"], "unknown argument '--rooot'; did you mean --root?"),
+        (["gpt2-tiny", "--colour", "red"], "unknown argument '--colour'; --help"),
     ],
 )
 def test_the_command_line_says_what_is_wrong(arguments, message, capsys):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import lather
+from lather import linalg, tables
 from lather.linalg import gram, pack, unpack
 
 SHAPES = [(12, 8), (12, 8), (7, 30), (3, 4, 5), (9,), (1, 4)]
@@ -103,3 +104,32 @@ def test_state_of_a_square_matrix(name: str) -> None:
     assert opt.plan().state_bytes == held
     triangle = 1 / d if "factors" in options else 0.0  # a triangle with its diagonal is a little more than half
     assert held / w.nbytes == pytest.approx(expected + triangle, rel=1e-12)
+
+
+def test_index_tables_of_packed_factors_are_planned() -> None:
+    """One pair for each size; where kernels pack them there is only the one to unpack them."""
+    shapes = {"w": (12, 8), "v": (8, 8), "c": (3, 4, 17), "b": (9,)}
+    host, sizes = torch.device("cpu"), {"w": (12, 8), "c": (3, 4, 17)}
+
+    def more(device: str) -> int:
+        full, packed = (
+            lather.plan(shapes, merge_dims=False, factors=kind, device=device).scratch_bytes
+            for kind in ("full", "packed")
+        )
+        return packed - full
+
+    to_unpack = {d: linalg._mirrored(d, host).nbytes for shape in sizes.values() for d in shape}
+    to_pack = {d: linalg._lower(d, host).nbytes for d in to_unpack}
+    assert more("cpu") == sum(to_unpack.values()) + sum(to_pack.values())
+    if tables.splits():
+        assert more("cuda") == sum(to_unpack.values()) + sum(to_pack[d] for d in sizes["c"])
+
+
+@pytest.mark.skipif(not tables.splits(), reason="needs Triton")
+def test_buffers_of_kernels_are_planned() -> None:
+    """Directions, gradients in two halves of 16 bits, whose last rows are read in whole tiles; and what goes on the wire."""
+    one, numel = lather.plan({"w": (64, 64)}, device="cuda"), 64 * 64
+    assert one.scratch_bytes == 4 * numel + 2 * 2 * (numel + tables.SIDE * 64)
+    two = lather.plan({"w": (64, 64)}, device="cuda", ranks=2)
+    written = 4 * numel + 4 * numel  # parameters and directions, where they are stored
+    assert two.scratch_bytes == one.scratch_bytes + written + 4 * numel

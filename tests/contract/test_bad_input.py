@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -66,6 +67,11 @@ RANGES: list[tuple[str, Any, str]] = [
     *((name, bad, "True or False") for name in ("nesterov", "maximize", "merge_dims") for bad in (1, "yes", None)),
 ]
 NAMES: list[tuple[str, str, str]] = [
+    ("precision", "tf32", "'fast' (the 11 bits of TF32, on a GPU); did you mean 'fast'?"),
+    ("precision", "highest", "'float32' (exact to float32)"),
+    ("precision", "highest", "did you mean 'float32'?"),
+    ("precision", "flaot32", "did you mean 'float32'?"),
+    ("root_device", "cuda", "None (where the parameter is), 'cpu' (on the host); did you mean None?"),
     ("graft", "adm", "'adam'"),
     ("graft", "Adam", "'adam'"),
     ("graft", "rms_prop", "'rmsprop'"),
@@ -457,6 +463,27 @@ def test_too_many_failures_in_a_row(eigh: Eigh, limit: int, factors: str) -> Non
     assert f"max_failed_refreshes={limit}" in text
     assert "condition" in text
     assert "e+" in text
+    assert all(p.isfinite().all() for p in params.values())
+
+
+def test_an_error_beside_the_training_is_a_failed_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not stop one rank of several: roots are kept, the user hears of it, and eigh tries again."""
+    params = {"weight": nn.Parameter(torch.randn(6, 4)), "bias": nn.Parameter(torch.randn(4))}
+    options = FAST | SHAPED | {"root_device": "cpu", "refresh_delay": 1, "root": "newton"}
+    opt = lather.Shampoo(params.items(), **options)
+    train(opt, params, 5)
+    before = roots(opt, params["weight"])
+    with monkeypatch.context() as patch:
+        patch.setattr("lather.roots.solve", mock.Mock(side_effect=MemoryError("too little")))
+        with pytest.warns(lather.NumericalWarning) as caught:
+            train(opt, params, 2, 5)
+        texts = sorted(str(w.message) for w in caught)
+        assert len(texts) == 2 and "MemoryError: too little" in texts[0] and "block 0 of parameter weight" in texts[1]
+        assert opt.health() == {"weight": {"skipped": 0, "failed": 1}}
+        assert_same(roots(opt, params["weight"]), before)
+        train(opt, params, 2, 7)  # by eigh
+    assert opt.health() == {}
+    assert not torch.equal(roots(opt, params["weight"])["X0.0"], before["X0.0"])
     assert all(p.isfinite().all() for p in params.values())
 
 

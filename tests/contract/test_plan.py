@@ -258,3 +258,23 @@ def test_scratch_is_what_the_stacks_take():
     opt = lather.Shampoo(params, momentum=0.9)
     assert opt.plan().scratch_bytes == 3 * 6 * 4 * 4 * 3
     assert "scratch" in repr(opt.plan())
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "words"),
+    [
+        ("cpu", {}, []),
+        ("cpu", {"precision": "float32"}, []),
+        ("cpu", {"precision": "fast"}, ["precision='fast' has no effect on cpu"]),
+        ("cpu", {"root_device": "cpu"}, ["root_device='cpu' has no effect on cpu"]),
+        ("mps", {"precision": "float32", "root_device": "cpu"}, ["precision='float32' has no effect on mps"]),
+        ("cuda:1", {"precision": "fast", "root_device": "cpu"}, []),
+    ],
+)
+def test_options_without_effect_on_a_device_are_noted(device: str, options: Any, words: list[str]) -> None:
+    """They are accepted, for the same script may run on another."""
+    report = lather.plan(SHAPES, device=device, **options)
+    assert len(report.notes) == len(words) and all(word in str(report) for word in words)
+    assert report.to_dict()["notes"] == report.notes
+    if device == "cpu":
+        assert lather.Shampoo(parameters().items(), **options).plan().notes == report.notes

@@ -6,7 +6,9 @@ import copy
 import itertools
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import lather
+from lather import roots
 
 from . import cases
 from .cases import BASE, Case, Options, Run, Stored, fsdp, local, mesh_of, noise, train
@@ -222,6 +225,15 @@ def failing_refreshes(layout: str) -> None:
     if "L0.0" in state and (dist.get_world_size() == 2 or dist.get_rank() % 2):  # of two owners in a world of four, one
         state["L0.0"].fill_(torch.nan)
     run.advance(3, 12)
+
+
+def errors_beside_the_training(layout: str) -> None:
+    """Roots that are computed aside raise on one rank, again and again."""
+    options = {"max_failed_refreshes": 1, "precondition_frequency": 2, "refresh_delay": 1, "root_device": "cpu"}
+    run = Run(layout, Case(options)).advance(1, 2)
+    fails = mock.Mock(side_effect=MemoryError("no room for roots"))
+    with mock.patch.multiple(roots, solve=fails, rescue=fails) if dist.get_rank() == 0 else nullcontext():
+        run.advance(3, 12)
 
 
 def warm_up_from_zero(layout: str) -> int:

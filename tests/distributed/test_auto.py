@@ -30,10 +30,10 @@ def _clock(times: Mapping[str, float]) -> Iterator[None]:
     def time(solver: RootSolver, task: auto.Task, device: torch.device) -> float:
         return times.get(solver.name, 100.0) * task.d
 
-    auto.forget()
+    auto._measured.clear()
     with mock.patch.multiple(auto, _time=time, _is_measurable=lambda device: True, SMALLEST=1):
         yield
-    auto.forget()
+    auto._measured.clear()
 
 
 def _choose(layout: str, clocks: Any, options: Any) -> Any:

@@ -117,9 +117,10 @@ def test_disagreement_on_gradients_does_not_hang(layout: str, pools: Pools) -> N
     [
         (edges.strict_about_nan, "FloatingPointError", "low.weight"),
         (edges.failing_refreshes, "RuntimeError", "low.weight"),
+        (edges.errors_beside_the_training, "RuntimeError", "no room for roots"),
         (edges.bad_option_on_one_rank, "ValueError", "max_preconditioner_dim"),
     ],
-    ids=["nan", "refresh", "option"],
+    ids=["nan", "refresh", "aside", "option"],
 )
 def test_failures_reach_every_rank(function: Any, error: str, name: str, layout: str, pools: Pools) -> None:
     """In the last layout also those that do not store the parameter: two of four ranks do."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -113,6 +114,14 @@ def test_nonfinite_gradient_is_reported_later():
         run(opt, params, 4, 60)
 
 
+def test_an_error_in_a_thread_is_a_failed_refresh(monkeypatch):
+    opt, params, _ = make(root_device="cpu", refresh_delay=2)
+    monkeypatch.setattr("lather.roots.solve", mock.Mock(side_effect=MemoryError("too little")))
+    with pytest.warns(lather.NumericalWarning, match="MemoryError: too little"):
+        run(opt, params, 1, 14)
+    assert all(p.isfinite().all() for p in params)
+
+
 def test_matmul_precision_is_left_alone_and_roots_stay_accurate():
     torch.set_float32_matmul_precision("high")
     try:
@@ -132,10 +141,10 @@ def test_matmul_precision_is_left_alone_and_roots_stay_accurate():
 @pytest.mark.parametrize(("d", "n"), [(24, 4), (64, 16), (512, 8), (1024, 2)])
 def test_solvers_are_measured(d, n):
     """Once, quickly, leaving the user's random numbers alone; a candidate that cannot be used is not chosen."""
-    auto.forget()
+    auto._measured.clear()
     device, key = torch.device("cuda", torch.cuda.current_device()), (d, 0.25)
     auto.measure({(device, *key): n})  # compiles
-    auto.forget()
+    auto._measured.clear()
     before, start = torch.cuda.get_rng_state(), time.perf_counter()
     times = auto.measure({(device, *key): n})
     assert time.perf_counter() - start < 1
@@ -144,7 +153,7 @@ def test_solvers_are_measured(d, n):
     assert choice.milliseconds.keys() >= ({"eigh"} if d < 32 else {"eigh", "minimax"})
     assert 0 < choice.milliseconds[choice.solver.name] < torch.inf
     assert auto.measure({(device, *key): n}) == times
-    auto.forget()
+    auto._measured.clear()
 
 
 def test_auto_is_measured_by_the_first_step():

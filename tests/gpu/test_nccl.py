@@ -38,7 +38,7 @@ def train(route: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[t
     with monkeypatch.context() as patch:
         if route:
             patch.setattr(PLAN, "_route", route)
-            patch.setattr("lather.optimizer.make_units", _checked)
+            patch.setattr("lather.build.make_units", _checked)
         opt = lather.Shampoo(params, precondition_frequency=4, max_preconditioner_dim=32, momentum=0.9, **options)
         for _ in range(10):
             for p in params:

@@ -107,11 +107,6 @@ def measure(stacks: Mapping[tuple[torch.device, int, float], int]) -> Times:
     return times
 
 
-def forget() -> None:
-    """Drop all measurements; optimizers that have begun keep their choices."""
-    _measured.clear()
-
-
 def decide(times: Mapping[tuple[Task, str], float]) -> Choices:
     """The choice for every size and exponent. Of several numbers of matrices the largest counts, where most time goes."""
     largest: dict[tuple[int, float], Task] = {}

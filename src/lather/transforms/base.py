@@ -88,7 +88,7 @@ class Batch(ABC):
 
     @abstractmethod
     def __call__(self) -> list[tuple[int, Sequence[int], Tensor]]:
-        """The number of each stack, its slots, and whether they are ok."""
+        """The number of each stack, its slots, and ``[len(slots)]``, False where that failed."""
 
 
 class Transform(ABC):
@@ -120,16 +120,12 @@ class Preconditioner(Transform):
 
     @abstractmethod
     def batches(self, due: Sequence[Due], exact: bool = False) -> Iterator[Batch]:
-        """A refresh in parts, each of which has what it needs when it is handed out and can be done later, once."""
-
-    def refresh(self, due: Sequence[Due], exact: bool = False) -> list[Tensor]:
-        """Recompute what is amortised for some slots of some stacks; returns for each ``[len(slots)]``, False where that failed.
+        """Recompute what is amortised for some slots of some stacks: in parts, each of which has what it needs when it is
+        handed out and can be done later, once.
 
         A slot that is not alive sits this out too: it keeps what it has, and that is no failure. ``exact``: by the slowest
         and surest way, for slots that failed before.
         """
-        done = [(number, ok) for batch in self.batches(due, exact) for number, _, ok in batch()]
-        return [torch.cat([ok for i, ok in done if i == number]) for number in range(len(due))]
 
     @abstractmethod
     def publish(self, state: State, slots: Sequence[int]) -> None:
