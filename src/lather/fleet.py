@@ -36,7 +36,7 @@ NAMES = (
     "damp", "bc2",
 )  # fmt: skip
 
-BRANCHES = 8  # of a graph, at most
+BRANCHES = 4  # of a graph, at most: libraries keep 32 MiB for every stream
 
 
 @dataclass(frozen=True)
