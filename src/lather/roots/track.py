@@ -41,14 +41,14 @@ class Track(EigenSolver):
     one that never was refreshed starts from the identity. The residual is the largest row norm of
     `S_ij / sqrt((S_ii + eps)(S_jj + eps))`, `i != j`; the relative error of the root is 0.03 to 0.1 times its
     square for e = 1/4 (measured). Slots with more than `tolerance` are not ok; `roots.solve` gives them root and basis by eigh.
-    Two iterations, for half as much time again, make the error of refreshes that are far apart three times smaller.
+    The second iteration, for half as much time again, makes the error of refreshes that are far apart three times smaller.
 
     >>> list(Track().init(n=4, d=8, dtype=torch.float32, device="cpu"))  # what it keeps
     ['Q']
     """
 
     name: ClassVar[str] = "track"
-    iterations: int = 1
+    iterations: int = 2
     tolerance: float = 2.5
 
     def __post_init__(self) -> None:
