@@ -7,6 +7,7 @@ that does not answer in time is a failure that shows where it stands, and the ne
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import multiprocessing
 import os
@@ -180,6 +181,7 @@ def _trace_file(folder: str, rank: int) -> Path:
 def _serve(rank: int, world: int, folder: str, connection: Connection) -> None:
     """What a process does: run what comes down the pipe until it is closed."""
     torch.set_num_threads(1)
+    gc.freeze()  # the modules that every rank begins with need not be searched again and again
     faulthandler.register(signal.SIGUSR1, file=_trace_file(folder, rank).open("w"), all_threads=False)
     # Torch's own warnings are not ours to mend here; those that lather causes are.
     warnings.simplefilter("ignore")
