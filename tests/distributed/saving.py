@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from .cases import Case, Run, Stored, changed, local, whole
 
-MIDDLE = 8  # after the largest learning rate, and as many steps before the end as refresh every block
+MIDDLE = 10
 FRESH = {"lr": 1e-4}  # what a checkpoint must overrule, together with the largest learning rate so far
 
 

@@ -28,7 +28,7 @@ CASE = Case(
     },
     gaps=True,
     groups=True,
-    steps=14,
+    steps=16,
 )
 ORDINARY, FLAT, OFFLOADED, BACKGROUND = Way(), Way(flat=True), Way(offload=True), Way(background=True)
 KINDS = (
@@ -115,9 +115,9 @@ def test_another_number_of_trainers(
 @pytest.mark.parametrize(
     "case",
     [
-        Case({"root": "qr", "momentum": 0.5, "stages": 2}, dtype=torch.bfloat16, steps=14),
-        Case({"root": "newton", "communication_dtype": "int8", "state_dtype": "bfloat16", "momentum": 0.9}, steps=14),
-        Case({"large_dim": "diagonal", "graft": None, "precondition_1d": True, "eps": 1e-2}, steps=14),
+        Case({"root": "qr", "momentum": 0.5, "stages": 2}, dtype=torch.bfloat16, steps=16),
+        Case({"root": "newton", "communication_dtype": "int8", "state_dtype": "bfloat16", "momentum": 0.9}, steps=16),
+        Case({"large_dim": "diagonal", "graft": None, "precondition_1d": True, "eps": 1e-2}, steps=16),
     ],
     ids=["qr", "int8", "diagonal"],
 )
@@ -159,7 +159,7 @@ def test_consolidated_equals_the_state_of_one_process(checkpoints: Checkpoints) 
 
 def test_consolidated_small_state(checkpoints: Checkpoints) -> None:
     """Roots and factors in other forms than the rest of the state."""
-    case = Case({"root_dtype": "bfloat16", "factors": "packed"}, steps=14)
+    case = Case({"root_dtype": "bfloat16", "factors": "packed"}, steps=16)
     path = checkpoints(saving.consolidate, "ddp2", case)
     one, two = (
         torch.load(checkpoints(saving.consolidate, way, case), weights_only=True)["opt"] for way in ("one", "ddp2")

@@ -14,7 +14,7 @@ from .cases import LAYOUTS, Case, Run
 from .harness import Pool, Pools
 from .saving import MIDDLE, Way
 
-CASE = Case({"momentum": 0.9, "weight_decay": 0.1, "refresh": "staggered"}, gaps=True, steps=14)
+CASE = Case({"momentum": 0.9, "weight_decay": 0.1, "refresh": "staggered"}, gaps=True, steps=16)
 
 
 def die_after_saving(layout: str, path: Path) -> None:
