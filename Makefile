@@ -18,7 +18,7 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist loadgroup --cov --cov-fail-under=95
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-fail-under=95
 
 bench: setup
 	$(BIN)/python benchmarks/step.py

@@ -21,8 +21,6 @@ from lather.shapes import MODELS, gpt2
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = ("common", "models", "report", "step", "train", "solvers", "bytes")
 
-pytestmark = pytest.mark.xdist_group("benchmarks")
-
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:

@@ -26,8 +26,6 @@ SECONDS = 120  # for one run, which takes about 6
 # by 3e-2.
 TOLERANCE = 1e-4
 
-pytestmark = pytest.mark.xdist_group("examples")  # one undisturbed run for all of them
-
 
 def start(ranks: int, script: str, *flags: object) -> subprocess.Popen[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

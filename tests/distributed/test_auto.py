@@ -16,7 +16,6 @@ from lather import roots
 from lather.roots import RootSolver, auto
 
 from . import cases, edges
-from .conftest import in_world
 from .harness import Pools
 
 BY_RANK = ({"minimax": 1.0, "eigh": 3.0}, {"minimax": 9.0, "eigh": 4.0})  # rank 0 alone would take minimax
@@ -65,7 +64,6 @@ COMPILERS = (NO_COMPILER, "newton", {"minimax": math.inf, "newton": 5.0})
     ],
     ids=["ddp", "repeated", "fsdp"],
 )
-@in_world(2)
 def test_ranks_choose_alike(layout: str, options: Any, clocks: Any, solver: str, times: Any, pools: Pools) -> None:
     (first, schedule, ours), (second, other, theirs) = pools[2].run(_choose, layout, clocks, options)
     assert first == second and first
@@ -78,13 +76,11 @@ def test_ranks_choose_alike(layout: str, options: Any, clocks: Any, solver: str,
 
 
 @pytest.mark.parametrize("layout", ["mixed4", "fsdp_sub22"])
-@in_world(4)
 def test_meshes_that_are_connected_choose_alike(layout: str, pools: Pools) -> None:
     choices = [told[0] for told in pools[4].run(_choose, layout, BY_RANK, {})]
     assert choices[0] and all(other == choices[0] for other in choices)
 
 
-@in_world(4)
 def test_ranks_with_different_parameters_choose_alike(pools: Pools) -> None:
     """What there is to measure differs between ranks, and word goes from mesh to mesh."""
     meshes = {"a": [0, 1], "b": [1, 2], "c": [2, 3], "d": [0, 3]}

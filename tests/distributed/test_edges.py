@@ -11,10 +11,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from . import cases, edges
 from .cases import Case
-from .conftest import in_world
 from .harness import Pool, Pools
 
-two, four = in_world(2), in_world(4)
 BOTH = ["ddp2", "fsdp2"]
 
 
@@ -27,7 +25,6 @@ def toy(stored: list[Any]) -> dict[str, torch.Tensor]:
     return cases.assemble(stored, cases.shapes_of("toy"))
 
 
-@four
 @pytest.mark.parametrize(
     "placements",
     [(Shard(0), Shard(1)), (Shard(0), Shard(0)), (Replicate(), Shard(0)), (Shard(1), Replicate())],
@@ -38,7 +35,6 @@ def test_a_mesh_whose_ranks_are_not_in_order(placements: Any, pools: Pools) -> N
     check_few(pools[4].run(edges.train_on_mesh, [[0, 2], [1, 3]], placements))
 
 
-@four
 @pytest.mark.parametrize(
     "ranks",
     [{"a": [0, 1], "b": [2, 3]}, {"a": [0, 1], "b": [1, 2], "c": [0, 2, 3]}, {"a": [3], "d": [1, 2]}],
@@ -48,7 +44,6 @@ def test_parameters_on_some_ranks(ranks: dict[str, list[int]], pools: Pools) -> 
     check_few(pools[4].run(edges.separate_meshes, ranks))
 
 
-@four
 def test_ranks_with_different_numbers_of_process_groups() -> None:
     pool = Pool(4)  # a fresh one, in which no team has been made
     try:
@@ -57,19 +52,16 @@ def test_ranks_with_different_numbers_of_process_groups() -> None:
         pool.close()
 
 
-@two
 @pytest.mark.parametrize("kind", ["replicated", "partial"])
 def test_gradients_that_lie_otherwise(kind: str, pools: Pools) -> None:
     check_few(pools[2].run(edges.other_gradients, kind))
 
 
-@two
 @pytest.mark.parametrize("sharded", [False, True])
 def test_odd_strides(sharded: bool, pools: Pools) -> None:
     check_few(pools[2].run(edges.odd_strides, sharded))
 
 
-@two
 @pytest.mark.parametrize("sharded", [False, True])
 def test_an_empty_parameter(sharded: bool, pools: Pools) -> None:
     shapes = {"empty": torch.Size((0, 3)), "full": torch.Size((6, 3))}
@@ -77,41 +69,34 @@ def test_an_empty_parameter(sharded: bool, pools: Pools) -> None:
     cases.assert_same(found, cases.assemble([edges.empty_parameter(False)], shapes))
 
 
-@two
 @pytest.mark.parametrize("layout", BOTH)
 def test_groups_added_and_parameters_frozen(layout: str, pools: Pools) -> None:
     cases.assert_same(toy(pools[2].run(edges.late_group, layout)), toy([edges.late_group("one")]))
 
 
-@two
 @pytest.mark.parametrize(("layout", "how"), [("ddp2", "deepcopy"), ("ddp2", "pickle"), ("tp0x2", "deepcopy")])
 def test_copies(layout: str, how: str, pools: Pools) -> None:
     cases.assert_same(toy(pools[2].run(edges.through_a_copy, layout, how)), toy([edges.through_a_copy("one", how)]))
 
 
-@two
 def test_swapped_parameters(pools: Pools) -> None:
     options = {"momentum": 0.9, "weight_decay": 0.1}
     expected = toy([cases.train("one", Case(options))])
     cases.assert_same(toy(pools[2].run(edges.wrapped_then_swapped, options)), expected)
 
 
-@two
 @pytest.mark.parametrize("layout", BOTH)
 def test_calls_on_one_rank(layout: str, pools: Pools) -> None:
     ours = toy(pools[2].run(edges.only_first_rank_looks, layout))
     cases.assert_same(ours, toy([cases.train("one", Case({"momentum": 0.9}, steps=9))]))
 
 
-@two
 @pytest.mark.parametrize("layout", BOTH)
 def test_disagreement_on_gradients_does_not_hang(layout: str, pools: Pools) -> None:
     pools[2].run(edges.gradient_on_one_rank_only, layout)
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=in_world(name)) for name in ("ddp2", "fsdp2", "fsdp_sub22")]
-)
+@pytest.mark.parametrize("layout", ["ddp2", "fsdp2", "fsdp_sub22"])
 @pytest.mark.parametrize(
     ("function", "error", "name"),
     [
@@ -129,30 +114,25 @@ def test_failures_reach_every_rank(function: Any, error: str, name: str, layout:
         assert name in outcome.message
 
 
-@four
 def test_a_step_counts_if_any_rank_has_a_gradient(pools: Pools) -> None:
     assert pools[4].run(edges.warm_up_from_zero, "fsdp_sub22", timeout=15) == [1] * 4
 
 
-@four
 def test_a_strict_group_that_others_do_not_know(pools: Pools) -> None:
     for outcome in pools[4].attempt(edges.strict_here_only, timeout=15):
         assert outcome.error == "FloatingPointError", outcome
 
 
-@two
 def test_nothing_to_train(pools: Pools) -> None:
     pools[2].run(edges.nothing_to_train_here, timeout=15)
 
 
-@two
 @pytest.mark.parametrize("layout", ["ddp2", "tp0x2"])
 def test_dtypes_side_by_side(layout: str, pools: Pools) -> None:
     expected = toy([edges.mixed_precision("one")])
     cases.assert_same(toy(pools[2].run(edges.mixed_precision, layout)), expected)
 
 
-@two
 def test_a_pickle_of_another_world(pools: Pools) -> None:
     saved = pools[2].run(edges.pickled)
     opt = pickle.loads(saved[0])
@@ -163,7 +143,6 @@ def test_a_pickle_of_another_world(pools: Pools) -> None:
         opt.step()
 
 
-@two
 def test_gathering_to_nobody(pools: Pools) -> None:
     for outcome in pools[2].attempt(edges.gather_to, 7, timeout=15):
         assert outcome.error == "ValueError" and "to=7" in outcome.message

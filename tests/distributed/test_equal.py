@@ -9,7 +9,6 @@ import torch
 
 from . import cases
 from .cases import BASE, LAYOUTS, Case, Options
-from .conftest import in_world
 from .harness import Pools
 
 MOMENTUM: Options = {"momentum": 0.9, "nesterov": True, "dampening": 0.1}
@@ -17,10 +16,9 @@ EVERYTHING = Case(
     MOMENTUM | {"weight_decay": 0.1, "weight_decay_mode": "corrected", "refresh": "staggered"},
     gaps=True,
     groups=True,
-    steps=20,
 )
 CASES: dict[str, Case] = {
-    "base": Case(steps=20),
+    "base": Case(),
     "everything": EVERYTHING,
     "decoupled": Case({"weight_decay": 0.1}),
     "corrected": Case({"weight_decay": 0.1, "weight_decay_mode": "corrected"}),
@@ -82,16 +80,15 @@ def run(pools: Pools, layout: str, case: Case) -> dict[str, torch.Tensor]:
     return cases.assemble(stored, cases.shapes_of(case.model))
 
 
-@pytest.mark.parametrize(
-    ("layout", "name"), [pytest.param(*pair, marks=in_world(pair[0]), id=", ".join(pair)) for pair in PAIRS]
-)
+@pytest.mark.parametrize(("layout", "name"), PAIRS, ids=[", ".join(pair) for pair in PAIRS])
 def test_equals_one_process(layout: str, name: str, pools: Pools) -> None:
     cases.assert_same(run(pools, layout, CASES[name]), cases.alone(CASES[name]))
 
 
 @pytest.mark.parametrize(
     ("layout", "trainers", "case"),
-    [pytest.param(*row, marks=in_world(row[0]), id=f"{row[0]}, {row[1]}") for row in TRAINERS],
+    TRAINERS,
+    ids=[f"{layout}, {trainers}" for layout, trainers, _ in TRAINERS],
 )
 def test_smaller_groups_of_trainers(layout: str, trainers: int, case: Case, pools: Pools) -> None:
     grouped = cases.changed(case, num_trainers_per_group=trainers)
@@ -107,7 +104,7 @@ def test_the_wire_rounds_in_one_process_too(wire: str) -> None:
         torch.testing.assert_close(rounded[name], x, rtol=0.2, atol=0.2)
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=in_world(name)) for name in MANY])
+@pytest.mark.parametrize("layout", MANY)
 def test_local_blocks(layout: str, pools: Pools) -> None:
     """Blocks of what a rank stores are other blocks, so only replicas can be compared; whole parameters are all the same."""
     ours = run(pools, layout, cases.changed(EVERYTHING, blocks="local"))
@@ -122,17 +119,14 @@ def test_local_blocks(layout: str, pools: Pools) -> None:
 @pytest.mark.parametrize(
     ("layout", "trainers", "copies"),
     [
-        pytest.param(layout, trainers, copies, marks=in_world(layout), id=f"{layout}, {trainers}")
-        for layout, trainers, copies in [
-            ("ddp2", None, 1),
-            ("ddp3", None, 1),
-            ("ddp4", 2, 2),
-            ("ddp4", 1, 4),
-            ("fsdp4", None, 1),
-            ("hsdp22", 2, 2),
-            ("fsdp_tp22", None, 1),
-            ("mixed4", None, 1),
-        ]
+        ("ddp2", None, 1),
+        ("ddp3", None, 1),
+        ("ddp4", 2, 2),
+        ("ddp4", 1, 4),
+        ("fsdp4", None, 1),
+        ("hsdp22", 2, 2),
+        ("fsdp_tp22", None, 1),
+        ("mixed4", None, 1),
     ],
 )
 def test_each_block_is_owned_once_per_group(layout: str, trainers: int | None, copies: int, pools: Pools) -> None:
@@ -146,7 +140,6 @@ def test_each_block_is_owned_once_per_group(layout: str, trainers: int | None, c
     assert {count[key] for key in expected - everywhere} == {copies}
 
 
-@in_world(4)
 def test_a_process_group_of_ones_own(pools: Pools) -> None:
     """Two pairs of ranks that train different models side by side."""
     stored = pools[4].run(cases.train_in_pairs, [Case(), EVERYTHING])
@@ -157,10 +150,7 @@ def test_a_process_group_of_ones_own(pools: Pools) -> None:
 # Real modules, real gradients.
 
 
-@pytest.mark.parametrize(
-    ("wrapper", "world"),
-    [pytest.param(*row, marks=in_world(row[1]), id=row[0]) for row in [("fsdp", 3), ("ddp", 2)]],
-)
+@pytest.mark.parametrize(("wrapper", "world"), [("fsdp", 3), ("ddp", 2)])
 def test_training(wrapper: str, world: int, pools: Pools) -> None:
     ranks = pools[world].run(cases.train_for_real, wrapper, BASE | {"weight_decay": 0.01, "lr": 0.02})
     losses, weights = [losses for losses, _ in ranks], [weights for _, weights in ranks]

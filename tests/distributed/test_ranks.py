@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 
 from . import cases
-from .conftest import in_world
 from .harness import Outcome, Pool, Pools
-
-pytestmark = in_world(2)
 
 
 def refused(outcomes: list[Outcome], *words: str) -> None:

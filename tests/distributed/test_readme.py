@@ -11,11 +11,9 @@ import torch
 
 import lather
 
-from .conftest import in_world
 from .harness import Pools
 
 README = Path(__file__).parents[2] / "README.md"
-pytestmark = in_world(2)
 
 
 def run_snippet(code: str, folder: str) -> int:

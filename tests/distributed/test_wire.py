@@ -13,7 +13,6 @@ import torch.distributed as dist
 import lather
 
 from .cases import LAYOUTS, Case, Options, Run
-from .conftest import in_world
 from .harness import Pools
 
 WIRES: dict[str, Options] = {
@@ -67,7 +66,7 @@ def steps_counted(layout: str, options: Options) -> tuple[lather.PlanReport, Cou
 
 
 @pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=in_world(name)) for name in LAYOUTS if name != "one"])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
 def test_bytes_are_those_of_the_plan(layout: str, wire: str, pools: Pools) -> None:
     options = WIRES[wire]
     for report, plain, refreshing in pools[LAYOUTS[layout].world].run(steps_counted, layout, options):

@@ -47,9 +47,9 @@ def test_split_and_joined(d):
     torch.testing.assert_close(decoded, x, rtol=2**-21, atol=1e-10)
 
 
-@pytest.mark.parametrize("d", [40, 100])
-def test_norms_and_combinations(d):
-    x, y, terms = symmetric(2, d), symmetric(2, d), torch.randn(5, 2)
+@pytest.mark.parametrize(("n", "d"), [(2, 40), (1, 100)], ids=str)
+def test_norms_and_combinations(n, d):
+    x, y, terms = symmetric(n, d), symmetric(n, d), torch.randn(5, n)
     a, b = halves(x), halves(y)
     torch.testing.assert_close(
         products.frobenius(a).double(), torch.linalg.vector_norm(x, dim=(1, 2)), rtol=1e-6, atol=0
