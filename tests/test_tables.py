@@ -80,14 +80,13 @@ def test_a_share():
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30), st.integers(0, 1)), max_size=6),
     st.integers(1, 400),
-    st.booleans(),
 )
-def test_fleets_hold_every_slot_once_and_are_bounded(banks, largest, cut):
+def test_fleets_hold_every_slot_once_and_are_bounded(banks, largest):
     banks = [(key((d, d + i), group=group), n) for i, (d, n, group) in enumerate(banks)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tables, "LARGEST", largest)
         patch.setattr(tables, "suits", lambda *_: True)
-        fleets = divide(banks, [GROUP, GROUP], cut)
+        fleets = divide(banks, [GROUP, GROUP])
     found = sorted(
         (share.key.shape, slot) for shares in fleets for share in shares for slot in range(share.start, share.stop)
     )
@@ -95,10 +94,7 @@ def test_fleets_hold_every_slot_once_and_are_bounded(banks, largest, cut):
     for shares in fleets:
         assert len({share.key.group for share in shares}) == 1
         assert len(shares) == 1 or sum(share.padded for share in shares) <= largest
-        if cut:
-            assert all(share.n == 1 or share.n * share.numel <= largest for share in shares)
-    if not cut:
-        assert all(share.start == 0 for shares in fleets for share in shares)
+        assert all(share.n == 1 or share.n * share.numel <= largest for share in shares)
 
 
 def test_fleets_are_of_one_kind(monkeypatch):
@@ -110,7 +106,7 @@ def test_fleets_are_of_one_kind(monkeypatch):
         key((8, 8), dtype="float64"),
         key((8,), (), method="adagrad"),
     ]
-    fleets = divide([(kind, 2) for kind in kinds], [GROUP], cut=True)
+    fleets = divide([(kind, 2) for kind in kinds], [GROUP])
     assert [[kinds.index(share.key) for share in shares] for shares in fleets] == [[0, 1], [2], [4]]
 
 

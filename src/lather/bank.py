@@ -111,6 +111,7 @@ class Bank:
         if late := late_slots(self.numbers, ctx, active, offsets):
             self.aside.finish()
             method.publish(self.state, late)
+            self.begun = True
         if due := due_slots(self.numbers, ctx, active, offsets):
             job = Refresh(self.state, due, ctx, self.counts[1], self.failing)
             refresh(method, [job], self.aside if ctx.group["refresh_delay"] else None)

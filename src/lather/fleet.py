@@ -80,14 +80,11 @@ class Fleet:
     """Parts of banks that share a param group and dtypes.
 
     ``raw``: places lie in the gradients and parameters themselves; otherwise in stacks of gradients that are ready for use.
-    ``lands``: directions go straight into the parameters; otherwise they are returned.
+    ``lands``: directions go straight into the parameters; otherwise they are returned, in scratch.
     """
 
-    def __init__(
-        self, parts: Sequence[Part], numbers: Sequence[int], raw: bool, lands: bool, graphs: Graphs | None = None
-    ) -> None:
+    def __init__(self, parts: Sequence[Part], raw: bool, lands: bool, graphs: Graphs | None = None) -> None:
         bank = parts[0].bank
-        self.numbers = tuple(numbers)  # of the parts' banks in their unit
         self.parts, self.raw, self.lands, self.key, self.device = tuple(parts), raw, lands, bank.key, bank.stack.device
         self.params = tuple(block.param for part in parts for block in part.blocks)
         self.n, self.members = len(self.params), tuple(dict.fromkeys(self.params))
@@ -293,8 +290,7 @@ class Fleet:
             tables.slots, tables.own, tables.partial, b.alive, b.started, b.gain, b.corrections, self.n, b.numbers,
             GRAFT=kind.graft, UNIFORM=kind.uniform, ROOT=_type(kind.root), BLOCK=REDUCE, num_warps=1,
         )  # fmt: skip
-        out = None if self.lands else torch.empty(self.starts[-1], device=self.device)
-        buffers = {"flat": flat, "plain": plain, "directions": out, "weights": b.weights, "momenta": b.momenta}
+        buffers = {"flat": flat, "plain": plain, "weights": b.weights, "momenta": b.momenta}
         slots = {
             "gain": b.gain,
             "corrections": b.corrections,
@@ -305,7 +301,7 @@ class Fleet:
         made = {"FILTER": kind.filtered, "SECOND": kind.second, "MOMENTUM": kind.momentum, "NESTEROV": kind.nesterov}
         types = {"OUT": not self.lands, "PARAM": _type(kind.param)}
         tables.launch(kernels.apply, None, {**buffers, **slots, **made, **types})
-        return out
+        return None if self.lands else flat
 
     # Roots.
 
@@ -343,6 +339,7 @@ class Fleet:
             if method and (late := late_slots(part.numbers, ctx, call.active[first : first + part.n], call.offsets)):
                 self.parts[0].bank.aside.finish()
                 method.publish(part.state, late)
+                part.bank.begun = True
 
     def _going(self, ctx: Context) -> tuple[bool, ...]:
         """Which parts may be preconditioned. The device is told which slots have started, and sees which have roots."""

@@ -224,11 +224,11 @@ def choose(
 
 @triton.jit
 def apply(
-    tiles, weights, momenta, flat, plain, directions, gain, corrections, n, numbers,
+    tiles, weights, momenta, flat, plain, gain, corrections, n, numbers,
     FILTER: tl.constexpr, SECOND: tl.constexpr, UNIFORM: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
     OUT: tl.constexpr, ALIGNED: tl.constexpr, PARAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The direction of every slot, into ``directions`` (``OUT``) or through decay and momentum into the parameter.
+    """The direction of every slot, back into ``flat`` (``OUT``) or through decay and momentum into the parameter.
 
     ``flat`` holds preconditioned directions, ``plain`` the gradients where there is no filter to remember them.
     """
@@ -251,7 +251,7 @@ def apply(
         p = _own(u, v, second, _number(numbers, EPS), SECOND)
     on = factor == factor  # false for NaN
     if OUT:
-        tl.store(_at(directions, at, ALIGNED), tl.where(on, p, float("nan")), inside)
+        tl.store(_at(flat, at, ALIGNED), tl.where(on, p, float("nan")), inside)
     else:
         where = _in_tensor(weights, row, index, ALIGNED, PARAM)
         w = tl.load(where, inside, 0.0).to(tl.float32)

@@ -76,14 +76,13 @@ def rank_report(plan: Plan, team: int, place: int | None) -> RankReport:
 
 
 def scratch_bytes(drafts: Sequence[Draft]) -> int:
-    """What the units of a rank keep beside state and messages: buffers that they share, tables of indices, and what fleets
-    return."""
+    """What the units of a rank keep beside state and messages: buffers that they share, and tables of indices."""
     needs: dict[ArenaKey, int] = {}
     for draft in drafts:
         for key, numel in draft.scratch():
             needs[key] = max(numel, needs.get(key, 0))
     shared = sum(numel * dtype.itemsize for (_, _, dtype), numel in needs.items())
-    return shared + index_bytes(drafts) + sum(draft.returned_bytes() for draft in drafts)
+    return shared + index_bytes(drafts)
 
 
 def index_bytes(drafts: Iterable[Draft]) -> int:

@@ -119,20 +119,17 @@ class Share:
         return self.n * math.prod(self.half_shape) if self.boxed else 0
 
 
-def divide(banks: Iterable[tuple[BankKey, int]], groups: Sequence[Group], cut: bool) -> list[list[Share]]:
-    """Fleets for banks of so many slots: those that the kernels cover, by param group and dtype, of bounded size.
-
-    ``cut``: a bank may be divided.
-    """
+def divide(banks: Iterable[tuple[BankKey, int]], groups: Sequence[Group]) -> list[list[Share]]:
+    """Fleets for banks of so many slots: those that the kernels cover, by param group and dtype, of bounded size. A bank may
+    be divided."""
     done: list[list[Share]] = []
     open_: dict[Any, list[Share]] = {}
     for key, n in banks:
         fits = math.prod(key.shape) < 1 << 31 and (not key.modes or max(key.shape) < 1 << 15)  # counted in 32 bits
         if not (fits and suits(key.device, key.dtype, groups[key.group])):
             continue
-        alike, most = (key.group, key.device, key.dtype, key.method == "adagrad"), n
-        if cut:
-            most = max(1, LARGEST // math.prod(key.shape))
+        alike = key.group, key.device, key.dtype, key.method == "adagrad"
+        most = max(1, LARGEST // math.prod(key.shape))
         for start in range(0, n, most):
             share = Share(key, start, min(start + most, n))
             if alike in open_ and sum(s.padded for s in open_[alike]) + share.padded > LARGEST:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -43,9 +42,12 @@ class Step:
     groups: Sequence[Group]
 
 
+Piece = tuple[BankKey, int]  # of a bank, from this slot on; all of it if the bank is computed alone
+
+
 @dataclass(frozen=True)
 class Slots:
-    """Where pieces of a bank's blocks lie in a buffer of messages: their numbers, and their scales."""
+    """Where parts of blocks lie in a buffer of messages: their numbers, and their scales."""
 
     pieces: Sequence[Run]
     scales: Sequence[Run]
@@ -58,9 +60,9 @@ class Unit:
     banks: tuple[Bank, ...]
     reads: tuple[Chunk, ...]  # gradients: of each bank, or of what is sent to owners
     writes: tuple[Chunk, ...]  # parameters: of each bank, or of what owners send
-    stacks: tuple[Tensor | None, ...]  # where each bank's gradients come together; none if they are read where they are
-    arrivals: tuple[Slots, ...]  # of each bank, in the messages from holders
-    departures: tuple[Slots, ...]  # of each bank, in the messages to holders
+    stacks: Mapping[Piece, Tensor]  # where gradients come together that are not read where they are
+    arrivals: Mapping[Piece, Slots]  # in the messages from holders
+    departures: Mapping[Piece, Slots]  # in the messages to holders
     inbound: Wire | None
     outbound: Wire | None
     fleets: tuple[Fleet, ...]  # banks that are computed together
@@ -94,15 +96,16 @@ class Unit:
 
     def _compute_alone(self, i: int, received: Tensor | None, step: Step) -> None:
         bank = self.banks[i]
-        active = [block.param in step.grads for block in bank.blocks]
+        active, piece = [block.param in step.grads for block in bank.blocks], (bank.key, 0)
         if any(active):
-            directions = _update(bank, self._gradients(i, received, step), active, step)
+            grads = self._own(i, step) if received is None else self._arrived(piece, received)
+            directions = _update(bank, grads, active, step)
         elif self.outbound:
-            directions = self._nothing(bank)
+            directions = _nothing(bank, len(bank.blocks))
         else:
             return
         if self.outbound:
-            self._post(i, directions, step.groups[bank.key.group])
+            self._post(piece, directions, step.groups[bank.key.group])
         else:
             self._write_own(i, directions, step)
 
@@ -120,14 +123,9 @@ class Unit:
             if fleet.lands:  # kernels write behind autograd's back
                 moved = [step.params[i] for i in fleet.members if i in step.grads]
                 torch.autograd.graph.increment_version(moved)
-        for i, number in enumerate(fleet.numbers if self.outbound else ()):
-            stack = self._nothing(self.banks[number]) if directions is None else fleet.stack(directions, i)
-            self._post(number, stack, step.groups[fleet.key.group])
-
-    def _nothing(self, bank: Bank) -> Tensor:
-        """Directions of a bank without gradients."""
-        stack = bank.stack
-        return torch.full((stack.n, *stack.shape), torch.nan, dtype=stack.compute, device=stack.device)
+        for i, part in enumerate(fleet.parts if self.outbound else ()):
+            stack = _nothing(part.bank, part.n) if directions is None else fleet.stack(directions, i)
+            self._post((part.key, part.start), stack, step.groups[fleet.key.group])
 
     def _call(self, fleet: Fleet, active: Sequence[bool], received: Tensor | None, step: Step) -> Call:
         group = step.groups[fleet.key.group]
@@ -135,26 +133,28 @@ class Unit:
         scratch, soiled = fleet.scratch(self.arena, group), self.arena.passes_to(fleet)
         offsets = next((step.offsets(part.key) for part in fleet.parts if part.key.modes), None)
         if not fleet.raw:
-            stacks = [self._gradients(i, received, step) for i in fleet.numbers]
+            assert received is not None
+            stacks = [self._arrived((part.key, part.start), received) for part in fleet.parts]
             addresses = [stack.data_ptr() for stack in stacks]
             return Call(group, steps, active, offsets, scratch, stacks, addresses, stacks[0].dtype, soiled=soiled)
         bound = fleet.bind(step.grads, step.params, step.momenta)
         return Call(group, steps, active, offsets, scratch, soiled=soiled, **bound)
 
-    def _gradients(self, i: int, received: Tensor | None, step: Step) -> Tensor:
-        stack = self.stacks[i]
-        assert stack is not None
-        if received is None:
-            self.reads[i].read(step.grads, step.params, step.groups[self.reads[i].group])  # which fills the stack
-        else:
-            pieces = self.arrivals[i].pieces
-            copy_pairs([(run.of_tensor(_boxes(stack, run)), run.of_flat(received)) for run in pieces])
+    def _own(self, i: int, step: Step) -> Tensor:
+        """The gradients of a bank that did not travel."""
+        self.reads[i].read(step.grads, step.params, step.groups[self.reads[i].group])  # which fills the stack
+        return self.stacks[self.banks[i].key, 0]
+
+    def _arrived(self, piece: Piece, received: Tensor) -> Tensor:
+        stack = self.stacks[piece]
+        runs = self.arrivals[piece].pieces
+        copy_pairs([(run.of_tensor(_boxes(stack, run)), run.of_flat(received)) for run in runs])
         return stack
 
-    def _post(self, i: int, directions: Tensor, group: Group) -> None:
+    def _post(self, piece: Piece, directions: Tensor, group: Group) -> None:
         assert self.outbound
         values, scale = exchange.encode(directions, wire_dtype(group))
-        slots, sent = self.departures[i], self.outbound.sent
+        slots, sent = self.departures[piece], self.outbound.sent
         copy_pairs([(run.of_flat(sent), run.of_tensor(_boxes(values, run))) for run in slots.pieces])
         if scale is not None:
             raw = scale.view(torch.int8).view(-1, exchange.SCALE)
@@ -175,6 +175,12 @@ def _update(bank: Bank, grads: Tensor, active: Sequence[bool], step: Step) -> Te
     device = bank.stack.device
     with _on(device), torch.autocast(device.type, enabled=False), products_in(products(group), device):
         return bank.update(grads, steps, active, step.offsets(bank.key), group)
+
+
+def _nothing(bank: Bank, n: int) -> Tensor:
+    """Directions of slots without gradients."""
+    stack = bank.stack
+    return torch.full((n, *stack.shape), torch.nan, dtype=stack.compute, device=stack.device)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
@@ -263,17 +269,19 @@ class Draft:
         self.fleets = self._fleets()
         together = {share.key for fleet in self.fleets for share in fleet}
         self.alone = [i for i, key in enumerate(self.banks) if key not in together]
+        keys = list(self.banks)
+        self.wholes = [Share(keys[i], 0, len(self.banks[keys[i]])) for i in self.alone]
 
     def _fleets(self) -> list[list[Share]]:
         """Banks that go through kernels together, unless directions must be rounded or a block is scattered in memory."""
-        groups, direct = self.plan.groups, self.route.direct
+        groups = self.plan.groups
         banks = [
             (key, len(numbers))
             for key, numbers in self.banks.items()
             if (self.outbound or wire_dtype(groups[key.group]) == "float32")
             and (self.inbound or not self.stored or all(self._place(i) for i in numbers))
         ]
-        return divide(banks, groups, cut=direct)
+        return divide(banks, groups)
 
     def _place(self, number: int) -> Place | None:
         """Where a block lies in the tensor that is stored; None if kernels cannot go there."""
@@ -324,11 +332,6 @@ class Draft:
         back = [mail.numel * itemsize(str(self.route.outbound)) for mail in self.outbound or ()] or [0, 0]
         return max(there[0], back[1]), there[1], back[0]
 
-    def returned_bytes(self) -> int:
-        """Directions that fleets return, where they travel: a CUDA graph keeps what it returns."""
-        kept = self.outbound and len(self.fleets) <= FEW
-        return sum(4 * share.padded for fleet in self.fleets for share in fleet) if kept else 0
-
     def scratch(self) -> Iterator[tuple[ArenaKey, int]]:
         """Needs of the arena that all units share."""
         reads = self.reads if self.inbound else [self.reads[i] for i in self.alone]
@@ -337,9 +340,8 @@ class Draft:
             yield from ((key, span.numel) for key in self._reading(span).values())
         for span in writes:
             yield from ((key, span.numel) for key in self._writing(span).values())
-        keys = list(self.banks)
-        for key in (keys[i] for i in self.alone):
-            yield self._stack(key), len(self.banks[key]) * math.prod(key.shape)
+        for share in self.wholes:
+            yield self._stack(share.key), share.n * share.numel
         for shares in self.fleets:
             key = shares[0].key
             for role, (dtype, numel) in fleet_scratch(shares, self.plan.groups[key.group]).items():
@@ -392,16 +394,15 @@ class Draft:
             arena,
         )
 
-    def _stacks(self, arena: Arena) -> tuple[Tensor | None, ...]:
-        """Where gradients come together: of banks of a fleet side by side, of the others in the same place."""
-        starts = {key: 0 for i, key in enumerate(self.banks) if i in self.alone}
+    def _stacks(self, arena: Arena) -> dict[Piece, Tensor]:
+        """Where gradients come together: those of a fleet side by side, of others in the same place."""
+        places = [(share, 0) for share in self.wholes]
         for shares in self.fleets if self.inbound else ():
-            offsets = accumulate((share.padded for share in shares), initial=0)
-            starts |= {share.key: start for share, start in zip(shares, offsets, strict=False)}
-        return tuple(
-            arena.take(self._stack(key), len(numbers), *key.shape, start=starts[key]) if key in starts else None
-            for key, numbers in self.banks.items()
-        )
+            places += zip(shares, accumulate((share.padded for share in shares), initial=0), strict=False)
+        return {
+            (share.key, share.start): arena.take(self._stack(share.key), share.n, *share.shape, start=start)
+            for share, start in places
+        }
 
     def _fleet(self, shares: Sequence[Share], banks: Mapping[BankKey, Bank], graphs: Graphs | None) -> Fleet:
         raw = self.inbound is None
@@ -409,26 +410,30 @@ class Draft:
         members = dict.fromkeys(self.plan.blocks[i].param for part in numbers for i in part)
         position = {param: i for i, param in enumerate(members)}
         parts = []
-        for bank_number, (share, part) in enumerate(zip(shares, numbers, strict=True)):
+        for number, (share, part) in enumerate(zip(shares, numbers, strict=True)):
             places = [
                 self._place(i) if raw else Place(slot * share.numel, (share.numel,), (1,))
                 for slot, i in enumerate(part)
             ]
-            tensors = [position[self.plan.blocks[i].param] if raw else bank_number for i in part]
+            tensors = [position[self.plan.blocks[i].param] if raw else number for i in part]
             found = [at for at in places if at is not None]
             parts.append(Part(share.key, share.start, share.stop, banks[share.key], tensors, found))
-        order = list(self.banks)
-        return Fleet(parts, [order.index(share.key) for share in shares], raw, self.outbound is None, graphs)
+        return Fleet(parts, raw, self.outbound is None, graphs)
 
-    def _slots(self, mail: Mail | None) -> tuple[Slots, ...]:
-        """Each bank's share of messages, as runs over its stack."""
-        slot_of = {n: (i, slot) for i, ns in enumerate(self.banks.values()) for slot, n in enumerate(ns)}
-        pieces: list[list[Run]] = [[] for _ in self.banks]
-        scales: list[list[Run]] = [[] for _ in self.banks]
+    def _slots(self, mail: Mail | None) -> dict[Piece, Slots]:
+        """What of messages belongs to each piece of a bank, as runs over its stack."""
+        slot_of = {
+            number: ((share.key, share.start), slot)
+            for shares in (self.wholes, *self.fleets)
+            for share in shares
+            for slot, number in enumerate(self.banks[share.key][share.start : share.stop])
+        }
+        pieces: dict[Piece, list[Run]] = {piece: [] for piece, _ in slot_of.values()}
+        scales: dict[Piece, list[Run]] = {piece: [] for piece in pieces}
         for item in mail.items if mail else ():
-            block, (i, slot) = self.plan.blocks[item.move.block], slot_of[item.move.block]
+            block, (piece, slot) = self.plan.blocks[item.move.block], slot_of[item.move.block]
             box = item.move.region.moved(-a for a in block.region.start)
-            pieces[i].append(Run(block.region.shape, item.offset, (slot, *box.start), (1, *box.shape)))
+            pieces[piece].append(Run(block.region.shape, item.offset, (slot, *box.start), (1, *box.shape)))
             if item.scale is not None:
-                scales[i].append(Run("scale", item.scale, (slot, 0), (1, exchange.SCALE)))
-        return tuple(Slots(coalesce(p), coalesce(s)) for p, s in zip(pieces, scales, strict=True))
+                scales[piece].append(Run("scale", item.scale, (slot, 0), (1, exchange.SCALE)))
+        return {piece: Slots(coalesce(found), coalesce(scales[piece])) for piece, found in pieces.items()}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,15 +29,17 @@ def _interpreter() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch.setattr)
+
+
+def interpret(set_: Callable[[Any, str, Any], None]) -> None:
     """Fleets as on a GPU, with tiles so small that small blocks have several."""
     suits = tables.suits
-    monkeypatch.setattr(tables, "suits", lambda device, *rest: suits("cuda", *rest))
-    monkeypatch.setattr(tables, "BLOCK", 128)
-    monkeypatch.setattr(tables, "REDUCE", 2)
+    set_(tables, "suits", lambda device, *rest: suits("cuda", *rest))
+    set_(tables, "BLOCK", 128)
     for module in (tables, fleet):
-        monkeypatch.setattr(module, "SIDE", 16)
-        monkeypatch.setattr(module, "DEPTH", 16)
-    monkeypatch.setattr(fleet, "REDUCE", 2)
+        for name, value in {"SIDE": 16, "DEPTH": 16, "REDUCE": 2}.items():
+            set_(module, name, value)
 
 
 _counted: set[str] = set()

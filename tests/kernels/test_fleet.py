@@ -260,7 +260,7 @@ def travelling(opt, raw):
         )
         for i, part in enumerate(fleet.parts)
     ]
-    return Fleet(parts, fleet.numbers, raw=raw, lands=False)
+    return Fleet(parts, raw=raw, lands=False)
 
 
 @pytest.mark.parametrize(("raw", "betas"), [(True, (0.0, 0.999)), (False, (0.9, 0.999))], ids=["out", "in and out"])

@@ -1,0 +1,57 @@
+"""Fleets whose gradients or directions travel between ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+import lather
+from conftest import interpret
+from lather import tables
+from lather.reference import Reference
+
+SHAPES = [*8 * [(8, 16)], (12, 6, 3, 3), (9,), (10, 16)]
+GIVEN = {"lr": 0.05, "eps": 0.3, "max_preconditioner_dim": 16, "precondition_frequency": 2, "weight_decay": 0.1}
+STEPS, RANKS = 3, 2
+
+
+def drawn(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def train(rank, path, sharded):
+    interpret(setattr)
+    tables.LARGEST = 150  # so that banks are divided
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,)) if sharded else None
+    stored = (lambda x: distribute_tensor(x, mesh, [Shard(0)])) if sharded else (lambda x: x)
+    params = [torch.nn.Parameter(stored(x)) for x in drawn(0)]
+    opt = lather.Shampoo(params, **GIVEN)
+    for step in range(1, 1 + STEPS):
+        for p, grad in zip(params, drawn(step), strict=True):
+            p.grad = None if step == 2 and grad.dim() == 1 else stored(grad)
+        with np.errstate(all="ignore"):
+            opt.step()
+    (unit,) = [unit for unit in opt._units if unit.fleets]
+    assert not unit.alone and bool(unit.inbound) == sharded and unit.outbound
+    assert any(part.n < len(part.bank.blocks) for fleet in unit.fleets for part in fleet.parts)
+    whole = [p.full_tensor() if sharded else p.detach() for p in params]
+    torch.save(whole, f"{path}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+def test_ranks_agree_with_the_twin(sharded, tmp_path):
+    torch.multiprocessing.spawn(train, (str(tmp_path), sharded), nprocs=RANKS)
+    twin = Reference(drawn(0), **GIVEN)
+    for step in range(1, 1 + STEPS):
+        twin.step([None if step == 2 and grad.dim() == 1 else grad for grad in drawn(step)])
+    for rank in range(RANKS):
+        for p, q in zip(torch.load(tmp_path / f"{rank}.pt"), twin.params, strict=True):
+            assert torch.linalg.vector_norm(p.double() - q) <= 1e-6 * torch.linalg.vector_norm(q)
