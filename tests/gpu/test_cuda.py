@@ -114,6 +114,7 @@ def test_nonfinite_gradient_is_reported_later():
         run(opt, params, 4, 60)
 
 
+@pytest.mark.filterwarnings("ignore:the root of block")  # which comes as well
 def test_an_error_in_a_thread_is_a_failed_refresh(monkeypatch):
     opt, params, _ = make(root_device="cpu", refresh_delay=2)
     monkeypatch.setattr("lather.roots.solve", mock.Mock(side_effect=MemoryError("too little")))
