@@ -19,7 +19,7 @@ LAYERS = [
     {"bank", "exchange", "fleet", "runs", "store", "tables"},
     {"agreement", "build", "census", "changes", "checkpoint", "health", "plan_report", "scale", "units"},
     {"optimizer"},
-    {"__init__", "cli", "demo", "__main__"},
+    {"__init__", "cli", "demo", "presets", "routing", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = sorted(ROOT.rglob("*.py"))

@@ -4,7 +4,9 @@ from ._version import __version__
 from .health import NumericalWarning
 from .optimizer import Shampoo
 from .plan_report import PlanReport, plan
+from .presets import from_adagrad, from_adam, from_adamw, from_sgd, low_memory
 from .roots import Eigh, HigherOrder, Minimax, Newton, Qr, Track
+from .routing import route
 
 __all__ = [
     "Eigh",
@@ -17,5 +19,11 @@ __all__ = [
     "Shampoo",
     "Track",
     "__version__",
+    "from_adagrad",
+    "from_adam",
+    "from_adamw",
+    "from_sgd",
+    "low_memory",
     "plan",
+    "route",
 ]

@@ -240,6 +240,7 @@ def cut(
     large_dim: str,
     batch_dims: int,
     precondition_1d: bool,
+    preconditioner: str | None = "",
 ) -> list[Block]:
     """All blocks of a parameter of this global shape. An empty parameter has none."""
     shape = tuple(shape)
@@ -248,6 +249,8 @@ def cut(
     batch, rest = shape[:batch_dims], shape[batch_dims:]
     groups = _merge(rest, max_preconditioner_dim) if merge_dims else [[d] for d, n in enumerate(rest) if n != 1]
     sizes = [math.prod(rest[dim] for dim in group) for group in groups]
+    if preconditioner is None:
+        return _elementwise(param, shape, "graft", "preconditioner=None")
     if len(sizes) == 0 or (len(sizes) == 1 and not precondition_1d):
         return _elementwise(param, shape, "graft", "1-D" if sizes else "scalar")
     if large_dim == "adagrad" and max(sizes) > max_preconditioner_dim:

@@ -70,7 +70,7 @@ def check_groups(state_dict: Mapping[str, Any], live: Sequence[Mapping[str, Any]
                 "another version of lather"
             )
         for name in STRUCTURAL:
-            if theirs[name] != mine[name]:
+            if OPTIONS[name].check(name, theirs[name]) != mine[name]:  # a tuple may come back as a list
                 raise ValueError(
                     f"param group {number} of the checkpoint was saved with {name}={theirs[name]!r} but the optimizer has "
                     f"{name}={mine[name]!r}, which gives other blocks or state; construct it with {name}={theirs[name]!r}"

@@ -50,7 +50,7 @@ class Shampoo(torch.optim.Optimizer):
         nesterov: bool = False,
         maximize: bool = False,
         bias_correction: bool = True,
-        preconditioner: str = "shampoo",
+        preconditioner: str | None = "shampoo",
         exponent: float | Mapping[int, float] | None = None,
         exponent_multiplier: float = 1.0,
         root: Any = "auto",
@@ -61,6 +61,8 @@ class Shampoo(torch.optim.Optimizer):
         merge_dims: bool = True,
         large_dim: str = "block",
         batch_dims: int = 0,
+        split: int | Sequence[int] | None = None,
+        split_dim: int = 0,
         precondition_1d: bool = False,
         precondition_frequency: int = 10,
         start_preconditioning_step: float | None = None,
@@ -88,6 +90,7 @@ class Shampoo(torch.optim.Optimizer):
         given = dict(locals())
         refuse_flags(given)
         self._structure: list[tuple[Any, ...]] = []
+        self._rules: list[str] = []  # what made each param group, for reports; not in checkpoints
         self._process_group, self._check_ranks = process_group, check_ranks
         self._trainers = (
             None if num_trainers_per_group is None else whole("num_trainers_per_group", num_trainers_per_group)
@@ -100,6 +103,7 @@ class Shampoo(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, also between steps; they start at step 0."""
+        rule = str(param_group.pop("rule", ""))
         for name in [n for n in param_group if n not in OPTIONS and n not in ("params", "param_names", "peak_lr")]:
             if name in FLAGS:
                 refuse_flags({name: param_group.pop(name)})
@@ -120,6 +124,7 @@ class Shampoo(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         group.setdefault("peak_lr", rules.first_peak(group["lr"]))
+        self._rules[len(self.param_groups) - 1 :] = [rule]
 
     # The step.
 
@@ -176,7 +181,7 @@ class Shampoo(torch.optim.Optimizer):
         After the first step it also has what was measured for ``root="auto"``.
         """
         plan = self._make_plan(self._trainable(), self.param_groups)
-        return PlanReport(plan, self._places(plan), self._choices)
+        return PlanReport(plan, self._places(plan), self._choices, self._rules)
 
     @property
     def _plan(self) -> Plan:
@@ -380,7 +385,7 @@ class Shampoo(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._built.finish()
-        kept = ("_structure", "_trainers", "_stages", "_check_ranks", "_owners", "_began")
+        kept = ("_structure", "_rules", "_trainers", "_stages", "_check_ranks", "_owners", "_began")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -74,6 +74,15 @@ def _count(low: int, *, infinite: bool = False) -> Check:
     return check
 
 
+def _split(name: str, value: Any) -> Any:
+    """A number of parts, or the size of each."""
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 1:
+        return tuple(_count(1)(f"{name}[{i}]", size) for i, size in enumerate(value))
+    if isinstance(value, Sequence) or not _is_number(value):
+        raise _fail(name, value, "a number of equal parts, or the sizes of two parts or more")
+    return _count(2)(name, value)
+
+
 def _bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise _fail(name, value, "True or False")
@@ -161,7 +170,7 @@ OPTIONS: dict[str, Option] = {
     "nesterov": Option(False, _bool, "Nesterov's form of momentum"),
     "maximize": Option(False, _bool, "ascend instead of descend"),
     "bias_correction": Option(True, _bool, "correct the averages for their start at zero"),
-    "preconditioner": Option("shampoo", _choice("shampoo"), "the method", structural=True),
+    "preconditioner": Option("shampoo", _choice("shampoo", None), "the method; `None`: elementwise, by the graft alone", structural=True),
     "exponent": Option(None, _optional(_exponent), "root exponent for all modes, or `{order: exponent}`; default `1 / (2 order)`; 0 leaves modes alone"),
     "exponent_multiplier": Option(1.0, _number(0, open_low=True), "multiplies the default exponent (1.82 in the paper for fully connected networks)"),
     "root": Option("auto", _root, "root solver: `\"auto\"`, `\"eigh\"`, `\"newton\"`, `\"higher_order\"`, `\"minimax\"`, `\"qr\"`, `\"track\"` or a solver object"),
@@ -172,6 +181,8 @@ OPTIONS: dict[str, Option] = {
     "merge_dims": Option(True, _bool, "fold small neighbouring dimensions together", structural=True),
     "large_dim": Option("block", _choice("block", "diagonal", "adagrad"), "a dimension above the limit: cut it, keep its factor's diagonal, or use diagonal AdaGrad", structural=True),
     "batch_dims": Option(0, _count(0), "leading dimensions that stack independent parameters, such as experts", structural=True),
+    "split": Option(None, _optional(_split), "cuts a parameter into parts before all else, such as fused queries, keys and values: a number of equal ones, or their sizes", structural=True),
+    "split_dim": Option(0, _count(0), "the dimension that `split` cuts", structural=True),
     "precondition_1d": Option(False, _bool, "give vectors a full matrix of their own", structural=True),
     "precondition_frequency": Option(10, _count(1), "steps between refreshes of a block's roots"),
     "start_preconditioning_step": Option(None, _optional(_count(1, infinite=True)), "first preconditioned step; default `precondition_frequency`; infinity: never"),
@@ -252,6 +263,7 @@ def _refuse_without_effect(group: Mapping[str, Any]) -> None:
          and group["large_dim"] != "adagrad", f"with graft={group['graft']!r}; it has no denominator"),
         ("refresh_delay", group["refresh_delay"] > 0 and group["start_preconditioning_step"] == math.inf,
          "with start_preconditioning_step=inf; nothing is ever refreshed"),
+        ("split_dim", group["split_dim"] != 0 and group["split"] is None, "without split"),
         ("exponent_multiplier", group["exponent_multiplier"] != 1 and isinstance(group["exponent"], (int, float)),
          "beside exponent, which replaces the default that it multiplies"),
         ("root_dtype", group["root_dtype"] == "float64" and group["state_dtype"] != "float64",

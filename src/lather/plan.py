@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 from . import assign
@@ -21,7 +21,7 @@ from .blocks import Block, Layout, Region, Shape, cut
 from .options import compute_dtype, exponent, is_measured, wire_dtype
 from .roots import NO_CHOICES, Choices, chosen, resolve
 
-GEOMETRY = ("max_preconditioner_dim", "merge_dims", "large_dim", "batch_dims", "precondition_1d")
+GEOMETRY = ("max_preconditioner_dim", "merge_dims", "large_dim", "batch_dims", "precondition_1d", "preconditioner")
 NOTHING: Mapping[tuple[int, int], int] = {}
 ALONE = Layout.everywhere(1)
 WORTHWHILE = 0.5  # milliseconds of measured work
@@ -265,18 +265,44 @@ def _cut(index: int, spec: Spec, options: Mapping[str, Any]) -> list[tuple[Block
             "its own"
         )
     geometry = {name: options[name] for name in GEOMETRY}
-    if options["blocks"] == "global" or spec.layout.replicated:
+    whole = options["blocks"] == "global" or spec.layout.replicated
+    parts = _parts(spec, options)
+    if whole and len(parts) == 1:
         return [(block, ()) for block in cut(index, spec.shape, **geometry)]
-    homes: dict[Region, tuple[int, ...]] = {}
-    for place in range(spec.layout.places):
-        region = spec.layout.region(spec.shape, place)
-        homes[region] = (*homes.get(region, ()), place)
+    homes: dict[Region, tuple[int, ...]] = dict.fromkeys(parts, ()) if whole else {}
+    for place in () if whole else range(spec.layout.places):
+        for part in parts:
+            if region := part.meet(spec.layout.region(spec.shape, place)):
+                homes[region] = (*homes.get(region, ()), place)
     found = [
         (replace(block, region=block.region.moved(region.start)), places)
         for region, places in homes.items()
         for block in cut(index, region.shape, **geometry)
     ]
     return [(replace(block, index=i), places) for i, (block, places) in enumerate(found)]
+
+
+def _parts(spec: Spec, options: Mapping[str, Any]) -> list[Region]:
+    """What ``split`` makes of a parameter."""
+    split, dim, shape = options["split"], options["split_dim"], spec.shape
+    if split is None:
+        return [Region.whole(shape)]
+    if not options["batch_dims"] <= dim < len(shape):
+        raise ValueError(
+            f"split_dim={dim} but parameter {spec.name} has shape {shape} and batch_dims={options['batch_dims']}; give a "
+            "dimension after those, or put the parameter in a param group without split"
+        )
+    sizes = (shape[dim] // split,) * split if isinstance(split, int) else split
+    if sum(sizes) != shape[dim]:
+        raise ValueError(
+            f"split={split} does not fit dimension {dim} of parameter {spec.name}, of shape {shape}; give sizes with the sum "
+            f"{shape[dim]}, or put the parameter in a param group without split"
+        )
+    starts = accumulate(sizes, initial=0)
+    slabs = [Region.whole((*shape[:dim], size, *shape[dim + 1 :])) for size in sizes]
+    return [
+        slab.moved(start * (d == dim) for d in range(len(shape))) for slab, start in zip(slabs, starts, strict=False)
+    ]
 
 
 def _owners(

@@ -38,6 +38,7 @@ class ParamRow:
     blocks: int
     block_shapes: tuple[tuple[int, ...], ...]
     reason: str
+    rule: str = ""  # of lather.route
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,15 @@ class PlanReport:
     (20480, 20480)
     """
 
-    def __init__(self, plan: Plan, places: Sequence[int] | None = None, choices: Choices = NO_CHOICES) -> None:
-        """``places``: those of the rank that asks; without, the most loaded one of every team. ``choices``: measured."""
+    def __init__(
+        self, plan: Plan, places: Sequence[int] | None = None, choices: Choices = NO_CHOICES, rules: Sequence[str] = ()
+    ) -> None:
+        """``places``: those of the rank that asks; without, the most loaded one of every team. ``choices``: measured. ``rules``:
+        of the param groups."""
         blocks: list[list[Block]] = [[] for _ in plan.specs]
         for block in plan.blocks:
             blocks[block.param].append(block)
-        self.params = [_param_row(plan, *item) for item in zip(plan.specs, blocks, strict=True)]
+        self.params = [_param_row(plan, *item, rules) for item in zip(plan.specs, blocks, strict=True)]
         self.banks = _bank_rows(plan, choices)
         self.notes = _notes(plan)
         self.memory = _memory(plan)
@@ -101,7 +105,10 @@ class PlanReport:
         return str(self)
 
     def __str__(self) -> str:
-        lines = [*table(("parameter", "shape", "method", "blocks", "why"), map(_param_cells, self.params)), ""]
+        head, cells = ["parameter", "shape", "method", "blocks", "why"], [_param_cells(row) for row in self.params]
+        if any(row.rule for row in self.params):
+            head, cells = [*head, "routed by"], [(*row, p.rule) for row, p in zip(cells, self.params, strict=True)]
+        lines = [*table(head, cells), ""]
         lines += [*table(("bank", "slots", "block", "solver", "state"), map(_bank_cells, self.banks)), ""]
         lines += ["state: " + ", ".join(f"{kind} {bytes_text(size)}" for kind, size in self.memory.items())]
         lines += [f"scratch: {bytes_text(self.scratch_bytes)} kept between steps, shared by all banks"]
@@ -195,13 +202,14 @@ def _memory(plan: Plan) -> dict[str, int]:
     return memory | {"total": sum(memory.values())}
 
 
-def _param_row(plan: Plan, spec: Spec, blocks: Sequence[Block]) -> ParamRow:
+def _param_row(plan: Plan, spec: Spec, blocks: Sequence[Block], rules: Sequence[str]) -> ParamRow:
+    rule = rules[spec.group] if spec.group < len(rules) else ""
     if not blocks:
-        return ParamRow(spec.name, spec.shape, "nothing", 0, (), "empty")
+        return ParamRow(spec.name, spec.shape, "nothing", 0, (), "empty", rule)
     group, first = plan.groups[spec.group], blocks[0]
     method = {"kronecker": group["preconditioner"], "graft": group["graft"] or "sgd"}.get(first.method, first.method)
     shapes = tuple(dict.fromkeys(block.shape for block in blocks))
-    return ParamRow(spec.name, spec.shape, method, len(blocks), shapes, first.reason)
+    return ParamRow(spec.name, spec.shape, method, len(blocks), shapes, first.reason, rule)
 
 
 def _bank_rows(plan: Plan, choices: Choices) -> list[BankRow]:

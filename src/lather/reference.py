@@ -20,7 +20,8 @@ DEFAULTS: dict[str, Any] = {
     "exponent": None, "exponent_multiplier": 1.0,  # float or {order: float}; None: multiplier / (2 order)
     "graft": "adam", "graft_beta2": None, "graft_eps": 1e-8,  # None: betas[1], or 0.999 where that is 1
     "max_preconditioner_dim": 1024, "merge_dims": True, "large_dim": "block",
-    "batch_dims": 0, "precondition_1d": False,
+    "batch_dims": 0, "precondition_1d": False, "preconditioner": "shampoo",
+    "split": None, "split_dim": 0,  # parts, or their sizes
     "precondition_frequency": 10, "start_preconditioning_step": None,  # None: the frequency; math.inf: never
     "refresh": "together", "refresh_delay": 0, "on_nonfinite": "skip",
     "root_dtype": None, "factors": "full",  # the name of what roots are rounded to; how factors are kept, of no effect here
@@ -31,6 +32,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "weight_decay_mode": ("l2", "decoupled", "corrected", "independent"),
     "graft": ("sgd", "adagrad", "rmsprop", "adam", None),
     "large_dim": ("block", "diagonal", "adagrad"),
+    "preconditioner": ("shampoo", None),
     "refresh": ("together", "staggered"),
     "on_nonfinite": ("skip",),
     "root_dtype": (None, "float64", "float32", "bfloat16", "float16"),
@@ -67,6 +69,13 @@ def cut(x: Tensor, sizes: list[list[int]] | None) -> list[Tensor]:
     for dim, s in enumerate(sizes):
         blocks = [piece for block in blocks for piece in block.split(s, dim)]
     return blocks
+
+
+def parts(x: Tensor, split: int | Sequence[int] | None, dim: int) -> list[Tensor]:
+    """What is cut into blocks, as views: x, or what split makes of it."""
+    if split is None:
+        return [x]
+    return list(torch.split(x, x.shape[dim] // split if isinstance(split, int) else list(split), dim))
 
 
 def unfold(x: Tensor, mode: int) -> Tensor:
@@ -111,7 +120,7 @@ class Reference:
     """Textbook Shampoo on copies of `params`: options as in DEFAULTS, read at each step from `self.options`.
 
     The options that decide shapes and state (`graft`, `max_preconditioner_dim`, `merge_dims`, `large_dim`,
-    `batch_dims`, `precondition_1d`) are read once. `offsets[param index, block index]` is the step inside the
+    `batch_dims`, `split`, `precondition_1d`) are read once. `offsets[param index, block index]` is the step inside the
     period at which refresh="staggered" refreshes that block; elementwise parameters need none.
 
     >>> twin = Reference([torch.ones(2, 3)], lr=0.1, graft="sgd", precondition_frequency=1)
@@ -142,25 +151,37 @@ class Reference:
         self.params = [p.detach().to(dtype, copy=True).contiguous() for p in params]
         self.steps = [0] * len(self.params)
         self.peak_lr = o["lr"]
-        self.sizes: list[list[list[int]] | None] = []  # per parameter and mode, the sizes of the pieces
-        self.blocks = [self._make_blocks(p) for p in self.params]
+        self.sizes: list[list[list[list[int]] | None]] = []  # per parameter, part and mode, the sizes of the pieces
+        self.blocks: list[list[Block]] = []
+        for p in self.params:
+            self.sizes.append([])
+            self.blocks.append([block for part in self._parts(p) for block in self._make_blocks(part)])
+
+    def _parts(self, p: Tensor) -> list[Tensor]:
+        return parts(p, self.options["split"], self.options["split_dim"])
+
+    def _cut(self, i: int, x: Tensor) -> list[Tensor]:
+        """Parameter i, or its gradient, as blocks."""
+        return [block for part, sizes in zip(self._parts(x), self.sizes[i], strict=True) for block in cut(part, sizes)]
 
     def _make_blocks(self, p: Tensor) -> list[Block]:
-        """Merging and blocking. Appends to self.sizes how p is cut, and returns the blocks' empty state."""
+        """Merging and blocking. Adds to self.sizes how p is cut, and returns the blocks' empty state."""
         o = self.options
         limit, method = o["max_preconditioner_dim"], o["graft"]
         shape = [d for d in p.shape[o["batch_dims"] :] if d != 1]
         if o["merge_dims"]:
             shape = merged(shape, limit)
-        kronecker = p.numel() > 0 and len(shape) >= (1 if o["precondition_1d"] else 2)
+        kronecker = (
+            p.numel() > 0 and o["preconditioner"] is not None and len(shape) >= (1 if o["precondition_1d"] else 2)
+        )
         if kronecker and o["large_dim"] == "adagrad" and max(shape) > limit:
             kronecker, method = False, "adagrad"
         if not kronecker:
-            self.sizes.append(None)
+            self.sizes[-1].append(None)
             return [Block(p, method, [])]
         cuts = o["large_dim"] == "block"
-        self.sizes.append([piece_sizes(d, limit) if cuts else [d] for d in shape])
-        return [Block(w, method, [d > limit for d in w.shape]) for w in cut(p, self.sizes[-1])]
+        self.sizes[-1].append([piece_sizes(d, limit) if cuts else [d] for d in shape])
+        return [Block(w, method, [d > limit for d in w.shape]) for w in cut(p, self.sizes[-1][-1])]
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor | None]) -> None:
@@ -170,7 +191,7 @@ class Reference:
             if grad is None or p.numel() == 0:
                 continue
             self.steps[i] += 1
-            ws, gs = cut(p, self.sizes[i]), cut(grad.detach().to(p).contiguous(), self.sizes[i])
+            ws, gs = self._cut(i, p), self._cut(i, grad.detach().to(p).contiguous())
             for j, (block, w, g) in enumerate(zip(self.blocks[i], ws, gs, strict=True)):
                 delay = self.options["refresh_delay"]
                 if delay and block.factors and self._due(self.steps[i] - delay, (i, j)):
