@@ -30,6 +30,13 @@ def test_readme_snippets_run(capsys):
     assert "embedding" in capsys.readouterr().out
 
 
+def test_recipes_run(capsys):
+    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), flags=re.S)
+    exec(compile(snippet, "recipes.md", "exec"), {})
+    out = capsys.readouterr().out
+    assert "kind: embedding" in out and r"rule 1: qkv\.weight" in out
+
+
 def test_options_page_is_current(capsys):
     assert cli.main(["options"]) == 0
     assert (ROOT / "docs/options.md").read_text() == capsys.readouterr().out == markdown() + "\n"

@@ -242,6 +242,13 @@ def test_parts_are_as_parameters_of_their_own(split: Any, dim: int, sizes: tuple
     assert not torch.allclose(whole, unsplit)
 
 
+def test_parts_and_shards() -> None:
+    """Local blocks are cut where a shard ends, and where a part does."""
+    report = lather.plan({"w": (12, 4)}, ranks=2, shard="fsdp", blocks="local", split=3)
+    assert (report.params[0].blocks, report.params[0].block_shapes) == (4, ((4, 4), (2, 4)))
+    assert lather.plan({"w": (12, 4)}, ranks=2, shard="fsdp", split=3).params[0].block_shapes == ((4, 4),)
+
+
 def test_elementwise_is_never_preconditioned() -> None:
     a, b = (nn.Parameter(torch.ones(12, 10)) for _ in range(2))
     train(lather.Shampoo([a], lr=0.02, preconditioner=None), 25)

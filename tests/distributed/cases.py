@@ -56,7 +56,16 @@ class Tiny(nn.Module):
         self.only = nn.Parameter(torch.zeros(3, 2))
 
 
-MODELS: dict[str, type[nn.Module]] = {"toy": Toy, "tiny": Tiny}
+class Fused(nn.Module):
+    """The first dimension of every parameter has three equal parts, which shards do not respect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(7, 30)
+        self.small = nn.Linear(5, 3)
+
+
+MODELS: dict[str, type[nn.Module]] = {"toy": Toy, "tiny": Tiny, "fused": Fused}
 
 
 def noise(name: str, step: int, shape: Sequence[int]) -> Tensor:

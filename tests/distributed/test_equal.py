@@ -52,6 +52,8 @@ CASES: dict[str, Case] = {
     "int8 wire": Case({"communication_dtype": "int8", "weight_decay": 0.1, "weight_decay_mode": "l2"}, spoilt=True),
     "bfloat16, int8 wire": Case({"communication_dtype": "int8", "stages": 2}, dtype=torch.bfloat16),
     "checked": Case({"check_ranks": True}, gaps=True),
+    "elementwise": Case({"preconditioner": None}, gaps=True),
+    "split": Case({"split": 3} | MOMENTUM, model="fused", gaps=True),
     "tiny": Case({"momentum": 0.9}, model="tiny"),
     "tiny, int8 wire": Case({"communication_dtype": "int8", "stages": 3}, model="tiny"),
 }
@@ -65,13 +67,14 @@ TRAINERS: list[tuple[str, int, Case]] = [
     ("hsdp22", 2, EVERYTHING),
 ]
 EVERY_OPTION = ("ddp2", "fsdp3")
-EVERY_LAYOUT = ("base", "everything", "nan", "bfloat16, int8 wire", "tiny")
+EVERY_LAYOUT = ("base", "everything", "nan", "bfloat16, int8 wire", "split", "tiny")
 MANY = [layout for layout in LAYOUTS if layout != "one"]
 PAIRS = [
     (layout, name)
     for layout in MANY
     for name in CASES
-    if (layout in EVERY_OPTION or name in EVERY_LAYOUT) and not (name.startswith("tiny") and layout.startswith("fsdp_"))
+    if (layout in EVERY_OPTION or name in EVERY_LAYOUT)
+    and not (name.startswith(("tiny", "split")) and layout.startswith("fsdp_"))
 ]
 
 

@@ -31,6 +31,7 @@ CASES = {
         "dampening": 0.1,
     },
     "late": {"graft": "rmsprop", "large_dim": "adagrad", "start_preconditioning_step": 3},
+    "elementwise": {"preconditioner": None, "weight_decay": 0.1},
     "uncorrected": {"bias_correction": False, "betas": (0.9, 0.95), "weight_decay": 0.1},
 }  # fmt: skip
 
@@ -92,6 +93,17 @@ def test_agrees_with_the_twin(options):
     for step in range(1, 4):
         take(opt, params, gradients(step))
         twin.step(gradients(step))
+    assert_close(params, twin.params)
+
+
+@pytest.mark.parametrize("options", [{"split": 3}, {"split": (2, 1, 9), "split_dim": 1}], ids=["rows", "columns"])
+def test_split(options):
+    shapes = [(27, 12), (6, 12, 3), (27, 12)]
+    params = parameters(shapes)
+    opt, twin = pair(params, momentum=0.5, **options)
+    for step in range(1, 4):
+        take(opt, params, gradients(step, shapes))
+        twin.step(gradients(step, shapes))
     assert_close(params, twin.params)
 
 
