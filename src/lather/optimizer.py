@@ -103,7 +103,9 @@ class Shampoo(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, also between steps; they start at step 0."""
-        rule = str(param_group.pop("rule", ""))
+        rule = (
+            str(param_group.pop("rule", "")) if isinstance(param_group, dict) else ""
+        )  # torch refuses what is no dict
         for name in [n for n in param_group if n not in OPTIONS and n not in ("params", "param_names", "peak_lr")]:
             if name in FLAGS:
                 refuse_flags({name: param_group.pop(name)})
