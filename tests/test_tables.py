@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -323,9 +324,11 @@ def cuda(monkeypatch):
     fakes = {
         "CUDAGraph": Graph, "Stream": Stream, "current_stream": Stream, "graph_pool_handle": lambda: (0, 1),
         "stream": lambda stream: stream, "is_current_stream_capturing": lambda: state.capturing, "is_available": lambda: True,
+        "current_device": lambda: 0,
     }  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(fleet, "stream_of", lambda device, number: Stream())
     return state
 
 
@@ -387,6 +390,17 @@ def test_a_capture_that_fails_is_the_last(cuda):
     graphs.run("b", launch)
     graphs.run("b", launch)
     assert cuda.log == 3 * ["launch"]
+
+
+def test_branches_are_the_thread_s_own():
+    """A thread that works aside must not launch into the capture of another."""
+    seen = []
+    with aside.branching(["a", "b"]):
+        thread = threading.Thread(target=lambda: seen.append(aside._capture.streams))
+        thread.start()
+        thread.join()
+        assert list(aside._capture.streams) == ["a", "b"]
+    assert seen == [()] and aside._capture.streams == ()
 
 
 @pytest.mark.parametrize("capturing", [False, True])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +22,8 @@ class Aside:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.error: str | None = None  # of the last work that was lost
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.stream = stream_of(device, 0) if device.type == "cuda" else None
+        self._done: Any = None  # an event after its last work: others use the stream as well
         self._pool: ThreadPoolExecutor | None = None
         self._threads: list[Future[None]] = []
 
@@ -28,7 +31,7 @@ class Aside:
         """Do ``work`` after all that was launched so far. ``touches`` is memory that it needs, maybe for longer than its owner;
         ``threaded``: it makes the host wait, so a thread does it."""
         if self.stream is None:
-            self._attempt(work)
+            self.attempt(work)
             return
         ready, stream = torch.cuda.current_stream(self.device).record_event(), self.stream
         for tensor in touches:
@@ -37,7 +40,8 @@ class Aside:
         def run() -> None:
             with torch.no_grad(), torch.cuda.stream(stream):
                 stream.wait_event(ready)
-                self._attempt(work)
+                self.attempt(work)
+                self._done = stream.record_event()
 
         if threaded:
             self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="lather")
@@ -45,7 +49,7 @@ class Aside:
         else:
             run()
 
-    def _attempt(self, work: Callable[[], None]) -> None:
+    def attempt(self, work: Callable[[], None]) -> None:
         try:
             work()
         except Exception as error:
@@ -57,29 +61,42 @@ class Aside:
         wait(threads)
         for thread in threads:
             thread.result()
-        if self.stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        if self._done is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._done)
 
 
-_branches: list[Any] = []  # streams of the capture that is under way
+@cache
+def stream_of(device: torch.device, number: int) -> Any:
+    """A stream for everyone: 0 for work aside, others for captures. There are few, and libraries keep memory for each."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class _Capture(threading.local):
+    """The capture that is under way in this thread."""
+
+    streams: Sequence[Any] = ()
+
+
+_capture = _Capture()
 
 
 @contextmanager
-def branching(streams: list[Any]) -> Iterator[None]:
-    _branches[:] = streams
+def branching(streams: Sequence[Any]) -> Iterator[None]:
+    """Inside, :func:`side_by_side` has these streams for branches."""
+    _capture.streams = streams
     try:
         yield
     finally:
-        _branches.clear()
+        _capture.streams = ()
 
 
 def side_by_side(works: Sequence[Callable[[], object]]) -> None:
     """Do independent things; in a graph, as branches that a device can run at the same time."""
-    if len(works) < 2 or not _branches:
+    if len(works) < 2 or not _capture.streams:
         for work in works:
             work()
         return
-    main, streams = torch.cuda.current_stream(), _branches[: len(works)]
+    main, streams = torch.cuda.current_stream(), _capture.streams[: len(works)]
     for stream in streams:
         stream.wait_stream(main)
     for i, work in enumerate(works):

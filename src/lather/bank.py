@@ -181,6 +181,7 @@ def refresh(method: Preconditioner, due: Sequence[Refresh], aside: Aside | None 
         due = [replace(job, ctx=replace(job.ctx, group=group)) for job in due]
     hard = [[slot for slot in job.slots if slot in job.failing][:RESCUES] for job in due]
     easy = [[slot for slot in job.slots if slot not in some] for job, some in zip(due, hard, strict=True)]
+    threaded, ends = bool(due[0].ctx.group["root_device"]), list[tuple[Tensor, set[int]]]()
     for parts, exact in ((easy, False), (hard, True)):
         jobs = [(job, Due(job.state, slots, job.ctx)) for job, slots in zip(due, parts, strict=True) if slots]
         counts, left = [job.failed for job, _ in jobs], [set(part.slots) for _, part in jobs]
@@ -189,10 +190,10 @@ def refresh(method: Preconditioner, due: Sequence[Refresh], aside: Aside | None 
             for batch in batches:
                 _do(batch, counts, left)
         else:
-            threaded = bool(due[0].ctx.group["root_device"])
-            for batch in batches:
-                aside.start(partial(_do, batch, counts, left), [*batch.reads, *counts], threaded)
-            aside.start(partial(_count_lost, counts, left), counts, threaded)
+            aside.attempt(partial(_hand_over, batches, aside, counts, left, threaded))
+            ends += zip(counts, left, strict=True)
+    if aside is not None:
+        aside.start(partial(_conclude, aside, ends), [failed for failed, _ in ends], threaded)
 
 
 def _do(batch: Batch, counts: Sequence[Tensor], left: Sequence[set[int]]) -> None:
@@ -203,10 +204,20 @@ def _do(batch: Batch, counts: Sequence[Tensor], left: Sequence[set[int]]) -> Non
         left[number].difference_update(slots)
 
 
-def _count_lost(counts: Sequence[Tensor], left: Sequence[set[int]]) -> None:
-    for failed, slots in zip(counts, left, strict=True):
-        if slots:
-            failed[positions(tuple(sorted(slots)), failed.device)] += 1
+def _hand_over(
+    batches: Iterator[Batch], aside: Aside, counts: Sequence[Tensor], left: Sequence[set[int]], threaded: bool
+) -> None:
+    for batch in batches:
+        aside.start(partial(_do, batch, counts, left), [*batch.reads, *counts], threaded)
+
+
+def _conclude(aside: Aside, ends: Sequence[tuple[Tensor, set[int]]]) -> None:
+    """Count the slots that are left, for they were lost; if there are none, errors are a thing of the past."""
+    if not any(left for _, left in ends):
+        aside.error = None
+    for failed, left in ends:
+        if left:
+            failed[positions(tuple(sorted(left)), failed.device)] += 1
 
 
 def make_stack(key: BankKey, n: int, group: Mapping[str, Any], device: torch.device) -> Stack:

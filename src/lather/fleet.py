@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import rules
-from .aside import branching, side_by_side
+from .aside import branching, side_by_side, stream_of
 from .bank import Refresh, due_slots, graft_of, late_slots, preconditioner_of, refresh, started_slots
 from .linalg import from_host, holding
 from .options import root_dtype, start_step
@@ -100,8 +100,8 @@ class Fleet:
         self._graphs = graphs
         self._tables: Tables | None = None
         self._buffers = Buffers(self.n, 1 + max(i for part in parts for i in part.tensors), self.device)
-        self._seen: Any = None  # what these were made from
-        self._go: tuple[bool, ...] = ()
+        self._go: tuple[bool, ...] = ()  # which parts may be preconditioned,
+        self._seen: Any = None  # and what that was made from
 
     def scratch(self, arena: Arena, group: Group) -> dict[str, Tensor]:
         """Its share of the buffers that all fleets use one after the other."""
@@ -417,7 +417,7 @@ class Buffers:
 class Graphs:
     """CUDA graphs by key. What is launched the second time under the same key is captured, then and later replayed.
 
-    Its streams are its own: memory of a graph is reused by those that were captured on the same stream only.
+    Always on the same streams: memory of a graph is reused by those that were captured on the same stream only.
     """
 
     MOST = 1024  # keys; beyond that, something changes on every step
@@ -452,7 +452,8 @@ class Graphs:
         the cache of memory first."""
         if not self._streams:
             self._pool = torch.cuda.graph_pool_handle()
-            self._streams = [torch.cuda.Stream() for _ in range(1 + BRANCHES)]  # type: ignore[no-untyped-call]
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._streams = [stream_of(device, number) for number in range(1, 2 + BRANCHES)]
         graph, stream, needed = torch.cuda.CUDAGraph(), self._streams[0], list[Tensor]()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), holding(needed), branching(self._streams[1:]):

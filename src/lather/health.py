@@ -37,22 +37,28 @@ class Watch:
 
     def look_after(self, built: Built, groups: Sequence[Mapping[str, Any]], circle: Circle) -> None:
         """Report failures after a step: every time where reading is free, now and then where it is not."""
+        if error := lost(built.banks):
+            self._tell(error)
         for bank in built.banks:
             group = groups[bank.key.group]
             step = built.steps[bank.blocks[0].param]
             if bank.counts.is_cpu or step % group["precondition_frequency"] == 0:
-                self._look(bank, group, built.name_of, alone=not circle)
+                self._look(bank, group, built.name_of, error, alone=not circle)
         self._calls += 1
         if circle and self._calls % ALARM == 0 and self._alarm.rings(built.banks, groups, circle):
             raise RuntimeError(circle.tell(failures(built.banks, groups, built.name_of)))
 
-    def _look(self, bank: Bank, group: Mapping[str, Any], name_of: Callable[[int], str], alone: bool) -> None:
+    def _tell(self, error: str) -> None:
+        message = f"roots could not be computed beside the training ({error}); their last ones are kept"
+        self._warn(message, once=error.partition(":")[0])
+
+    def _look(
+        self, bank: Bank, group: Mapping[str, Any], name_of: Callable[[int], str], error: str | None, alone: bool
+    ) -> None:
         """Report what is known by now. On CUDA the counts are under way for a while; they are read once they arrived.
 
         A rank that is not ``alone`` does not raise: all do, together, when the :class:`Alarm` says so.
         """
-        if error := lost(bank):
-            self._warn(f"roots could not be computed beside the training ({error}); their last ones are kept")
         counts = self._read(bank)
         if counts is None:
             return
@@ -63,7 +69,7 @@ class Watch:
             block = bank.blocks[slot]
             name = name_of(block.param)
             if alone and failed > group["max_failed_refreshes"]:
-                raise RuntimeError(_failure(bank, slot, name, failed, group))
+                raise RuntimeError(_failure(bank, slot, name, failed, group, error))
             if failed:
                 self._warn(
                     f"the root of block {block.index} of parameter {name} could not be refreshed; its last one is kept"
@@ -71,9 +77,10 @@ class Watch:
             if skipped:
                 self._warn(f"parameter {name} had a gradient with NaN or Inf; its blocks concerned were not updated")
 
-    def _warn(self, message: str) -> None:
-        if message not in self._reported:
-            self._reported.add(message)
+    def _warn(self, message: str, once: str | None = None) -> None:
+        """Only the first time for each message, or for what is to be told ``once``."""
+        if (once or message) not in self._reported:
+            self._reported.add(once or message)
             warnings.warn(message, NumericalWarning, stacklevel=7)  # the line that called opt.step()
 
     def _read(self, bank: Bank) -> Sequence[Sequence[int]] | None:
@@ -115,13 +122,13 @@ def too_many(bank: Bank, group: Mapping[str, Any]) -> Tensor:
     return bank.counts[1] > int(group["max_failed_refreshes"])
 
 
-def failures(banks: Iterable[Bank], groups: Sequence[Mapping[str, Any]], name_of: Callable[[int], str]) -> str | None:
+def failures(banks: Sequence[Bank], groups: Sequence[Mapping[str, Any]], name_of: Callable[[int], str]) -> str | None:
     """What to say about the first block that failed too often, if there is one."""
     for bank in banks:
         group = groups[bank.key.group]
         for slot in too_many(bank, group).nonzero().flatten().tolist()[:1]:
             failed = int(bank.counts[1, slot])
-            return _failure(bank, slot, name_of(bank.blocks[slot].param), failed, group)
+            return _failure(bank, slot, name_of(bank.blocks[slot].param), failed, group, lost(banks))
     return None
 
 
@@ -169,10 +176,9 @@ def tally(banks: Iterable[Bank], name_of: Callable[[int], str]) -> dict[str, dic
     return found
 
 
-def _failure(bank: Bank, slot: int, name: str, failed: int, group: Mapping[str, Any]) -> str:
+def _failure(bank: Bank, slot: int, name: str, failed: int, group: Mapping[str, Any], error: str | None) -> str:
     factors = [factors_of(bank.state, mode, slice(slot, slot + 1))[0] for mode in range(len(bank.key.modes))]
     conditions = ", ".join(_condition(factor, group["eps"]) for factor in factors)
-    error = lost(bank)
     cause = f". The last error was {error}" if error else ""
     return (
         f"the root of block {bank.blocks[slot].index} of parameter {name} (shape {bank.key.shape}) failed to refresh "
@@ -182,9 +188,10 @@ def _failure(bank: Bank, slot: int, name: str, failed: int, group: Mapping[str, 
     )
 
 
-def lost(bank: Bank) -> str | None:
-    """Why a refresh beside the training came to nothing, if one has."""
-    return bank.aside.error if "aside" in vars(bank) else None
+def lost(banks: Iterable[Bank]) -> str | None:
+    """Why a refresh beside the training came to nothing, if the last one of some bank has. Those of a fleet share one."""
+    errors = (bank.aside.error for bank in banks if "aside" in vars(bank))
+    return next((error for error in errors if error), None)
 
 
 def _condition(factor: Tensor, eps: float) -> str:

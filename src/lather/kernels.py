@@ -1,7 +1,7 @@
 """Triton kernels: what a step does elementwise, and symmetric products. Importing this needs Triton.
 
 Elementwise kernels work on *tiles*: pieces of one block, in any order, of any number of banks, listed in a table of
-int64 numbers on the device (columns ``SLOT`` to ``LD``; addresses are in bytes, everything else counts elements). So one
+int64 numbers on the device (columns ``SLOT`` to ``THIN``; addresses are in bytes, everything else counts elements). So one
 launch does all blocks of all shapes. What belongs to a whole slot, such as norms, is reduced over its tiles in their order:
 results are the same on every run.
 """

@@ -113,7 +113,7 @@ def _optional(check: Check) -> Check:
 def _exponent(name: str, value: Any) -> Any:
     """A number, or pairs ``((order, number), ...)``: a mapping does not survive in a param group."""
     if isinstance(value, Mapping):
-        value = tuple(sorted(value.items()))
+        return tuple(sorted(_exponent(name, tuple(value.items()))))
     if isinstance(value, Sequence) and not isinstance(value, str):
         if any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in value):
             raise _fail(name, value, "a number or a mapping from orders to numbers")
@@ -125,7 +125,7 @@ def _root(name: str, value: Any) -> str:
     return value if value == "auto" else roots.spell(roots.parse(value))
 
 
-def _dtype(name: str, value: Any) -> str:
+def dtype_name(name: str, value: Any) -> str:
     spelled = str(value).removeprefix("torch.")
     return str(_choice("float32", "float64", "bfloat16", "float16")(name, spelled))
 
@@ -186,7 +186,7 @@ OPTIONS: dict[str, Option] = {
     "precondition_1d": Option(False, _bool, "give vectors a full matrix of their own", structural=True),
     "precondition_frequency": Option(10, _count(1), "steps between refreshes of a block's roots"),
     "start_preconditioning_step": Option(None, _optional(_count(1, infinite=True)), "first preconditioned step; default `precondition_frequency`; infinity: never"),
-    "refresh": Option("together", _choice("together", "staggered"), "refresh all blocks at once, or spread them evenly over the period"),
+    "refresh": Option("together", _choice("together", "staggered"), "refresh all blocks at once, or spread them over the period, with the same work in every step that has some"),
     "refresh_delay": Option(0, _count(0), "steps from a refresh to the first use of its roots. Until then they are computed beside the training, on a CUDA device by a stream of its own; takes the memory of the roots once more"),
     "root_device": Option(None, _root_device, "`\"cpu\"`: compute roots on the host, for a device without a solver; with `refresh_delay`, in a thread. No effect where parameters are on the host"),
     "on_nonfinite": Option("skip", _choice("skip", "raise"), "a block with NaN or Inf in its gradient sits the step out, or the step raises (which reads the device on every step)"),
@@ -194,8 +194,8 @@ OPTIONS: dict[str, Option] = {
     "communication_dtype": Option(None, _optional(_wire), "rounds directions for their way to the ranks that store the parameter: `\"float32\"`, `\"bfloat16\"`, `\"float16\"`, or `\"int8\"` with a scale per block; default: not rounded"),
     "blocks": Option("global", _choice("global", "local"), "cut blocks from whole parameters, or from each shard, so that no gradient travels and results depend on the sharding", structural=True),
     "precision": Option(None, _precision, "products that make statistics and apply roots: `\"float32\"`, or on a GPU `\"fast\"` with the 11 bits of TF32; default: as torch's float32 matmul precision. Roots are computed in float32 either way"),
-    "state_dtype": Option("float32", _dtype, "dtype of the state; arithmetic is in float32 or better", structural=True),
-    "root_dtype": Option(None, _optional(_dtype), "dtype that roots are kept in; default `state_dtype`", structural=True),
+    "state_dtype": Option("float32", dtype_name, "dtype of the state; arithmetic is in float32 or better", structural=True),
+    "root_dtype": Option(None, _optional(dtype_name), "dtype that roots are kept in; default `state_dtype`", structural=True),
     "factors": Option("full", _choice("full", "packed"), "keep factors whole, or their lower triangles only: the same numbers in half the memory", structural=True),
 }  # fmt: skip
 

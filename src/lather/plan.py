@@ -253,7 +253,7 @@ def measured_cost(block: Block, options: Mapping[str, Any], device: str, choices
     e, total = exponent(options, len(block.shape)), 0.0
     for d, mode in zip(block.shape, block.modes, strict=False):
         choice = chosen(choices, d, device, e)
-        total += 1e-6 * d if mode != "full" else choice.cost if choice else math.inf
+        total += 1e-6 * d if mode != "full" or e == 0 else choice.cost if choice else math.inf
     return total
 
 

@@ -155,6 +155,11 @@ def plan(
             raise ValueError(f"unknown option {name!r}" + (f"; did you mean {guess!r}?" if guess else ""))
     group |= given
     options.check_options(group)
+    dtype = options.dtype_name("dtype", dtype)
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is none that torch knows: {error}") from error
     ranks, stages = options.whole("ranks", ranks), options.whole("stages", stages)
     trainers = (
         ranks if num_trainers_per_group is None else options.whole("num_trainers_per_group", num_trainers_per_group)

@@ -125,7 +125,8 @@ def divide(banks: Iterable[tuple[BankKey, int]], groups: Sequence[Group]) -> lis
     done: list[list[Share]] = []
     open_: dict[Any, list[Share]] = {}
     for key, n in banks:
-        fits = math.prod(key.shape) < 1 << 31 and (not key.modes or max(key.shape) < 1 << 15)  # counted in 32 bits
+        tiled = math.prod(-(-d // SIDE) * SIDE for d in key.shape[:2]) * math.prod(key.shape[2:])
+        fits = tiled < 1 << 31 and (not key.modes or max(key.shape) < 1 << 15)  # counted in 32 bits
         if not (fits and suits(key.device, key.dtype, groups[key.group])):
             continue
         alike = key.group, key.device, key.dtype, key.method == "adagrad"
@@ -298,7 +299,7 @@ def _thin_jobs(parts: Sequence[Part], halves: Tensor) -> tuple[list[list[int]], 
     slots = []
     firsts, half_starts = starts(part.n for part in parts), starts(part.half_numel for part in parts)
     for part, first, half in zip(parts, firsts, half_starts, strict=False):
-        if part.boxed and part.thin > 1:
+        if part.boxed and len(part.shape) == 3:
             rows, thin, ld = part.half_shape
             factor, most = part.state["L2"], max(1, CHUNK // ld)
             for slot in range(part.n):

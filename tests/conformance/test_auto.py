@@ -304,6 +304,14 @@ def test_little_work_is_done_in_few_steps(clock, part, steps):
     assert set(staggered(choices, frequency=8)) == steps
 
 
+def test_a_mode_that_is_left_alone_costs_nothing(clock):
+    options = {name: option.default for name, option in lather.options.OPTIONS.items()}
+    options |= {"refresh": "staggered", "precondition_frequency": 8, "exponent": ((3, 0.0),), "merge_dims": False}
+    specs = [Spec("conv", (8, 8, 3), 0), Spec("a", (64, 64), 0), Spec("b", (64, 64), 0)]
+    choices = {(64, 0.25): auto.Choice(Minimax(), {"minimax": 0.01})}
+    assert set(make_plan(specs, [options]).offsets(0, choices).values()) == {0}
+
+
 def test_a_schedule_stays(clock):
     opt = train(refresh="staggered")
     (key, *_) = [bank.key for bank in opt._banks]

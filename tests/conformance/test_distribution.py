@@ -316,3 +316,11 @@ def test_solvers_are_those_of_where_roots_are_computed(root_device):
 def test_the_command_line_says_what_is_wrong(arguments, message, capsys):
     assert cli.main(["plan", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given", [["--device", "foo"], ["--dtype", "foo"], ["--dtype", "int8"], ["--exponent", "{1: 2, 'a': 3}"]]
+)
+def test_what_makes_no_sense_is_refused_without_a_traceback(given, capsys):
+    assert cli.main(["plan", "w=8x8", *given]) == 2
+    assert given[0].strip("-") in capsys.readouterr().err

@@ -85,6 +85,16 @@ def test_a_root_that_overflows_where_it_is_kept_has_failed() -> None:
     assert torch.equal(w, v)
 
 
+def test_a_root_that_vanishes_where_it_is_kept_has_failed() -> None:
+    """(1e16)^(-1/2) is less than float16 has: a direction of zero would stop the parameter for good."""
+    w = torch.nn.Parameter(torch.ones(4, 2))
+    opt = lather.Shampoo([w], root_dtype="float16", exponent={2: 0.5}, precondition_frequency=1)
+    w.grad = torch.tensor([[1.0, 1.0], *3 * [[1.2e8, -1.2e8]]])
+    with pytest.warns(lather.NumericalWarning, match="could not be refreshed"):
+        opt.step()
+    assert not torch.equal(w, torch.ones(4, 2)) and opt.health()
+
+
 SIZES: dict[str, tuple[dict[str, Any], float]] = {
     "full": ({}, 6.0),
     "packed": ({"factors": "packed"}, 5.0),

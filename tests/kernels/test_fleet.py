@@ -107,6 +107,17 @@ def test_split(options):
     assert_close(params, twin.params)
 
 
+def test_a_third_mode_of_one_element_has_a_factor_too():
+    """Blocks of two elements of a mode of three leave a box of depth one."""
+    shapes = [(4, 4, 3)]
+    params = parameters(shapes)
+    opt, twin = pair(params, graft=None, merge_dims=False, max_preconditioner_dim=2)
+    for step in range(1, 4):
+        take(opt, params, gradients(step, shapes))
+        twin.step(gradients(step, shapes))
+    assert_close(params, twin.params)
+
+
 SGD = {"graft": "sgd", "betas": (0.0, 0.99)}  # nothing but the factors' correction depends on the step
 
 

@@ -17,12 +17,13 @@ import statistics
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from ..aside import stream_of
 from ..linalg import symmetrize
 from .base import RootSolver
 from .coupled import supports
@@ -32,8 +33,8 @@ from .newton import Newton
 from .numerics import full_precision
 
 SMALLEST = 32  # below it eigh is a last resort: it would often win, and make the host wait for every refresh
-NUMEL = 1 << 23  # elements of a stack that is measured, enough to keep a device busy; as
-MANY = 64  # are; fewer share it with other sizes, so they are measured as so many
+NUMEL = 1 << 23  # elements of the largest stack that is measured
+MANY = 64  # matrices of the smallest: fewer share the device with other sizes, and then take what they take among many
 BUDGET = 30.0  # milliseconds; a candidate that is slow is measured on fewer matrices
 REPEATS = 3
 HOPELESS = 4  # times the operations of a candidate that works; not measured
@@ -176,7 +177,7 @@ def _clock(solver: RootSolver, a: Tensor, e: float, repeats: int) -> float:
 
 def _at_once(work: Callable[[], object], stream: Any) -> Callable[[], object]:
     """The same as a CUDA graph, as refreshes are, if it can be one: what small matrices take is not the host's affair."""
-    graph, side = torch.cuda.CUDAGraph(), _side(stream.device)
+    graph, side = torch.cuda.CUDAGraph(), stream_of(stream.device, 1)
     side.wait_stream(stream)
     try:
         with torch.cuda.stream(side):
@@ -188,12 +189,6 @@ def _at_once(work: Callable[[], object], stream: Any) -> Callable[[], object]:
     except RuntimeError:
         return work
     return graph.replay
-
-
-@cache
-def _side(device: torch.device) -> Any:
-    """A stream; one for all, as libraries keep memory for each that they have seen."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _synthetic(task: Task, device: torch.device) -> Tensor:

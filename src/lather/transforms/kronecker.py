@@ -99,9 +99,13 @@ class Kronecker(Preconditioner):
         return u
 
 
+def _diagonal(x: Tensor) -> Tensor:
+    return x.diagonal(dim1=1, dim2=2) if x.dim() == 3 else x
+
+
 def _is_root(x: Tensor) -> Tensor:
     """``[n]``: a root is positive definite, so its first diagonal element tells it from the zero it starts as."""
-    return (x[:, 0, 0] if x.dim() == 3 else x[:, 0]) != 0
+    return _diagonal(x)[:, 0] != 0
 
 
 def is_full(state: State, mode: int) -> bool:
@@ -247,8 +251,9 @@ def _publish(job: Due, index: Index, alive: Tensor, sides: Sequence[_Side]) -> T
     for side in sides:
         kept = job.state[f"X{side.mode}"].dtype
         ok = ok & side.ok
-        if side.fresh["X"].dtype != kept:  # it must also be finite in what it is kept in
-            ok = ok & side.fresh["X"].to(kept).isfinite().flatten(1).all(1)
+        if side.fresh["X"].dtype != kept:  # it must also be finite, and positive, in what it is kept in
+            rounded = side.fresh["X"].to(kept)
+            ok = ok & rounded.isfinite().flatten(1).all(1) & (_diagonal(rounded) > 0).all(1)
     for side in sides:
         for role, value in side.fresh.items():
             old = job.state[f"{role}{side.mode}"]
