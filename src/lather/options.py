@@ -287,7 +287,8 @@ def _refuse_without_effect(group: Mapping[str, Any]) -> None:
          "with preconditioner='spectral', which has no factors; use 'block' or 'adagrad'"),
         *((name, not is_spectral(group) and group[name] != OPTIONS[name].default,
            f"with preconditioner={group['preconditioner']!r}; only 'spectral' uses it") for name in ("polar", "polar_scale")),
-        ("polar_scale", group["polar_scale"] is not None and group["graft"] is not None,
+        ("polar_scale", group["polar_scale"] is not None and group["graft"] is not None
+         and group["start_preconditioning_step"] != math.inf,  # as of a group of AdamW beside Muon's
          f"with graft={group['graft']!r}, which decides how long directions are"),
     ]  # fmt: skip
     for name, useless, why in idle:

@@ -241,8 +241,9 @@ def refresh_cost(block: Block, options: Mapping[str, Any], device: str) -> float
 
 def step_cost(block: Block, options: Mapping[str, Any]) -> float:
     """Operations of the matrix products of one step."""
-    if is_spectral(options) and block.modes:
-        return parse_polar(options["polar"]).flops(block.shape[0], math.prod(block.shape[1:]))
+    if is_spectral(options):
+        used = block.modes and options["start_preconditioning_step"] != math.inf
+        return parse_polar(options["polar"]).flops(block.shape[0], math.prod(block.shape[1:])) if used else 0.0
     return assign.step_flops(block)
 
 

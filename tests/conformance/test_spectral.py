@@ -100,6 +100,38 @@ def test_zero_stays_zero(polar: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(p[1] / p[1].norm(), g[1] / g[1].norm(), rtol=0, atol=1e-3)
 
 
+@every_polar
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_stays_in_its_slot(polar: str, bad: float) -> None:
+    way, g = parse_polar(polar), torch.randn(3, 6, 4)
+    clean = way(g)
+    g[1, 2, 3] = bad
+    p = way(g)
+    assert torch.equal(p[[0, 2]], clean[[0, 2]])
+    assert p[1].isnan().all()
+
+
+@pytest.mark.parametrize("rank", [1, 3, 24])
+@pytest.mark.parametrize("bits", [24, 11, 8])
+def test_the_best_quintics_survive_rounding(bits: int, rank: int) -> None:
+    """Products of matrices of so many bits, as those of an accelerator: no singular value leaves its interval and grows."""
+
+    def rounded(x: Tensor) -> Tensor:
+        mantissa, exponent = torch.frexp(x)
+        return torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent)
+
+    x = torch.randn(24, rank) @ torch.randn(rank, 40)
+    x = x / x.norm()
+    for a, b, c in PolarExpress(steps=6).quintics():
+        r = rounded(x)
+        gram = r @ r.mT
+        square = rounded(gram) @ rounded(gram)
+        x = a * x + rounded(b * gram + c * square) @ r
+    s = torch.linalg.svdvals(x)
+    assert s[:rank].min() > 0.9
+    assert s.max() < 1.01
+
+
 # Coefficients.
 
 
@@ -221,6 +253,28 @@ def test_is_torchs_muon(shape: tuple[int, int], nesterov: bool, scale: str) -> N
         assert (ours - theirs).norm() <= 0.03 * (ours - before).norm()
 
 
+def test_muon_beside_adamw() -> None:
+    """The recipe of docs/algorithm.md: one optimizer, two groups."""
+    start = [torch.randn(12, 8), torch.randn(20, 6), torch.randn(5)]
+    ours, theirs = ([torch.nn.Parameter(x.clone()) for x in start] for _ in range(2))
+    adamw = {"lr": 3e-3, "betas": (0.9, 0.95), "beta3": None, "graft": "adam", "start_preconditioning_step": math.inf}
+    opt = lather.Shampoo(
+        [{"params": ours[:1]}, {"params": ours[1:], **adamw}], lr=0.02, betas=(0.95, 0.95), beta3=0.95**2, weight_decay=0.1,
+        preconditioner="spectral", graft=None, polar_scale="original", max_preconditioner_dim=math.inf,
+    )  # fmt: skip
+    one = torch.optim.Muon(theirs[:1], lr=0.02, weight_decay=0.1)
+    two = torch.optim.AdamW(theirs[1:], lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    for _ in range(5):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn(p.shape)
+            q.grad = p.grad.clone()
+        for each in (opt, one, two):
+            each.step()
+    assert (ours[0] - theirs[0]).norm() <= 0.02 * (theirs[0] - start[0]).norm()
+    for p, q in zip(ours[1:], theirs[1:], strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
 # Plans.
 
 
@@ -231,6 +285,7 @@ def test_costs() -> None:
     assert report.refresh_flops == 0
     assert report.step_flops == 3 * 5 * (4 * 16 * 16 * 64 + 2 * 16**3)
     assert report.memory["total"] == 4 * (3 * 1024 + 64)
+    assert lather.plan(shapes, preconditioner="spectral", start_preconditioning_step=math.inf).step_flops == 0
     assert {row.solvers for row in report.banks} == {("newton_schulz",), ()}
     whole = lather.plan({f"w{i}": (512, 512) for i in range(8)}, preconditioner="spectral", ranks=8)
     assert whole.teams[0].imbalance == 1.0

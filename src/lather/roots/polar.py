@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..linalg import norms, per_slot
 from .minimax import best_step
-from .numerics import normalize
+from .numerics import all_finite, normalize
 
 Quintic = tuple[float, float, float]
 
@@ -26,7 +26,8 @@ class Polar(ABC):
 
     The call takes a stack `g` [n, rows, columns] in float32 or float64 and returns one in that dtype. It works on the
     smaller side, does not depend on the scale of a slot, and a zero slot stays zero: where a singular value is zero so is
-    that of the result. On one CPU thread a slot gets the same bits in every stack.
+    that of the result. A slot that is not finite is not finite in the result, and the others do not notice. On one CPU
+    thread a slot gets the same bits in every stack.
     """
 
     name: ClassVar[str]
@@ -140,6 +141,7 @@ class Svd(Polar):
         return 16.0 * d * d * rest + 8.0 * d**3
 
     def _polar(self, x: Tensor) -> Tensor:
-        u, s, vh = torch.linalg.svd(x, full_matrices=False)
+        finite = per_slot(all_finite(x), x)  # torch raises where one slot is not
+        u, s, vh = torch.linalg.svd(torch.where(finite, x, 0.0), full_matrices=False)
         kept = s > max(x.shape[1:]) * torch.finfo(x.dtype).eps * s[:, :1]
-        return torch.bmm(u * kept[:, None, :], vh)
+        return torch.where(finite, torch.bmm(u * kept[:, None, :], vh), torch.nan)
