@@ -111,6 +111,13 @@ def test_fleets_are_of_one_kind(monkeypatch):
     assert [[kinds.index(share.key) for share in shares] for shares in fleets] == [[0, 1], [2], [4]]
 
 
+def test_polar_factors_have_no_kernels(monkeypatch):
+    monkeypatch.setattr(tables, "suits", lambda *_: True)
+    group = GROUP | {"preconditioner": "spectral"}
+    banks = [(key((8, 8)), 2), (key((8,), (), method="graft"), 2)]
+    assert [[share.shape for share in shares] for shares in divide(banks, [group])] == [[(8,)]]
+
+
 def test_only_cuda_has_fleets(monkeypatch):
     monkeypatch.setattr(tables, "splits", lambda: True)
     group = GROUP | {"betas": (0.9, 0.999)}

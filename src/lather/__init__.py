@@ -5,7 +5,7 @@ from .health import NumericalWarning
 from .optimizer import Shampoo
 from .plan_report import PlanReport, plan
 from .presets import from_adagrad, from_adam, from_adamw, from_sgd, low_memory
-from .roots import Eigh, HigherOrder, Minimax, Newton, Qr, Track
+from .roots import Eigh, HigherOrder, Minimax, Newton, NewtonSchulz, PolarExpress, Qr, Svd, Track
 from .routing import route
 
 __all__ = [
@@ -13,10 +13,13 @@ __all__ = [
     "HigherOrder",
     "Minimax",
     "Newton",
+    "NewtonSchulz",
     "NumericalWarning",
     "PlanReport",
+    "PolarExpress",
     "Qr",
     "Shampoo",
+    "Svd",
     "Track",
     "__version__",
     "from_adagrad",

@@ -32,12 +32,12 @@ def refresh_flops(block: Block, solver: Callable[[int], RootSolver]) -> float:
     return sum(solver(d).flops(d) if mode == "full" else float(d) for d, mode in sides)
 
 
-def load(block: Block, refresh: float, frequency: int) -> int:
-    """A block's cost on a step, in FLOPs: its share of the root work, its products, and the bytes of its direction.
+def load(block: Block, flops: float) -> int:
+    """A block's cost on a step, in FLOPs: its products and its share of the root work, and the bytes of its direction.
 
     A whole number, so that sums do not depend on their order and ties are exact.
     """
-    return int(refresh / frequency + step_flops(block)) + 4 * math.prod(block.shape) * FLOPS_PER_BYTE
+    return int(flops) + 4 * math.prod(block.shape) * FLOPS_PER_BYTE
 
 
 def greedy(

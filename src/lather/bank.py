@@ -26,6 +26,7 @@ from .transforms import (
     Preconditioner,
     Stack,
     State,
+    Transform,
     filter_gradient,
     init_filter,
 )
@@ -66,7 +67,7 @@ class Bank:
         """To be called when the state was written from outside, by a checkpoint: forget failures, look for roots."""
         self.counts.zero_()
         self.failing = frozenset()
-        method = preconditioner_of(self.key, group)
+        method = amortised_of(self.key, group)
         self.begun = method is not None and bool(method.ready(self.state).any())
 
     @cached_property
@@ -108,6 +109,26 @@ class Bank:
         if method is None:
             return graft.apply(self.state, u, ctx)
         method.accumulate(self.state, grads, ctx)
+        amortised = amortised_of(self.key, ctx.group)
+        if amortised:
+            self._refresh(amortised, ctx, active, offsets)
+        own = graft.apply(self.state, u, ctx)
+        started = started_slots(ctx)
+        if not any(started) or (amortised and not self.begun):
+            return own
+        direction = method.apply(self.state, u, ctx)
+        if ctx.group["graft"] is not None:
+            direction = rescale(direction, norms(own))
+        ready = amortised.ready(self.state) if amortised else None
+        if not all(started):
+            on = from_host(started, own)
+            ready = on if ready is None else ready & on
+        return direction if ready is None else torch.where(per_slot(ready, own), direction, own)
+
+    def _refresh(
+        self, method: Preconditioner, ctx: Context, active: Sequence[bool], offsets: Mapping[int, int] | None
+    ) -> None:
+        """Put roots to use whose delay is over, and refresh what is due."""
         if late := late_slots(self.numbers, ctx, active, offsets):
             self.aside.finish()
             method.publish(self.state, late)
@@ -116,17 +137,6 @@ class Bank:
             job = Refresh(self.state, due, ctx, self.counts[1], self.failing)
             refresh(method, [job], self.aside if ctx.group["refresh_delay"] else None)
             self.begun = True
-        own = graft.apply(self.state, u, ctx)
-        started = started_slots(ctx)
-        if not (self.begun and any(started)):
-            return own
-        direction = method.apply(self.state, u, ctx)
-        if ctx.group["graft"] is not None:
-            direction = rescale(direction, norms(own))
-        ready = method.ready(self.state)
-        if not all(started):
-            ready = ready & from_host(started, ready)
-        return torch.where(per_slot(ready, own), direction, own)
 
 
 def started_slots(ctx: Context) -> list[bool]:
@@ -224,8 +234,14 @@ def make_stack(key: BankKey, n: int, group: Mapping[str, Any], device: torch.dev
     return Stack(n, key.shape, key.modes, options.state_dtype(group), options.compute_dtype(group), device)
 
 
-def preconditioner_of(key: BankKey, group: Mapping[str, Any]) -> Preconditioner | None:
+def preconditioner_of(key: BankKey, group: Mapping[str, Any]) -> Transform | None:
     return PRECONDITIONERS[group["preconditioner"]] if key.method == "kronecker" else None
+
+
+def amortised_of(key: BankKey, group: Mapping[str, Any]) -> Preconditioner | None:
+    """The preconditioner, if it has a part that is refreshed."""
+    method = preconditioner_of(key, group)
+    return method if isinstance(method, Preconditioner) else None
 
 
 def graft_of(key: BankKey, group: Mapping[str, Any]) -> Graft:

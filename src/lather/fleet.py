@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import rules
 from .aside import branching, side_by_side, stream_of
-from .bank import Refresh, due_slots, graft_of, late_slots, preconditioner_of, refresh, started_slots
+from .bank import Refresh, amortised_of, due_slots, graft_of, late_slots, refresh, started_slots
 from .linalg import from_host, holding
 from .options import root_dtype, start_step
 from .roots import are_products_exact
@@ -254,7 +254,7 @@ class Fleet:
         if tables.thin:  # first, as it takes long and needs little
             works.insert(0, partial(self._take_in_thin, kind, *tables.thin, packed))
         for i, (part, ctx) in enumerate(zip(self.parts, contexts, strict=True)):
-            method = preconditioner_of(part.key, call.group)
+            method = amortised_of(part.key, call.group)
             if method and not part.boxed:
                 works.append(partial(method.accumulate, part.state, self.stack(call.scratch["plain"], i), ctx))
         side_by_side(works)
@@ -279,7 +279,7 @@ class Fleet:
         b, flat, plain = self._buffers, call.scratch["flat"], call.scratch.get("plain")
         works = []
         for i in sorted(range(len(self.parts)), key=lambda i: -self.parts[i].flops):  # what takes long comes first
-            part, method = self.parts[i], preconditioner_of(self.parts[i].key, call.group)
+            part, method = self.parts[i], amortised_of(self.parts[i].key, call.group)
             if method and go[i]:
                 u = part.state["m"] if kind.filtered else self.stack(call.scratch["plain"], i)
                 works.append(partial(method.apply, part.state, u, contexts[i], self.stack(flat, i)))
@@ -323,7 +323,7 @@ class Fleet:
             failing = [slot - part.start for slot in part.bank.failing if part.start <= slot < part.stop]
             jobs.append(Refresh(part.state, slots, mine, part.bank.counts[1, part.start : part.stop], failing))
             part.bank.begun = True
-        method = preconditioner_of(self.parts[next(iter(due))].key, call.group)
+        method = amortised_of(self.parts[next(iter(due))].key, call.group)
         assert method is not None
         if kind.uniform and not any(job.failing for job in jobs) and method.is_capturable([job.due for job in jobs]):
             numbers = call.group["eps"], call.group["damping"]  # other options that matter here make a new fleet
@@ -335,7 +335,7 @@ class Fleet:
     def _publish(self, call: Call, contexts: Sequence[Context]) -> None:
         """Put roots to use that were refreshed a while ago."""
         for part, first, ctx in zip(self.parts, self.firsts, contexts, strict=False):
-            method = preconditioner_of(part.key, call.group)
+            method = amortised_of(part.key, call.group)
             if method and (late := late_slots(part.numbers, ctx, call.active[first : first + part.n], call.offsets)):
                 self.parts[0].bank.aside.finish()
                 method.publish(part.state, late)

@@ -54,6 +54,8 @@ class Shampoo(torch.optim.Optimizer):
         exponent: float | Mapping[int, float] | None = None,
         exponent_multiplier: float = 1.0,
         root: Any = "auto",
+        polar: Any = "newton_schulz",
+        polar_scale: str | None = None,
         graft: str | None = "adam",
         graft_beta2: float | None = None,
         graft_eps: float = 1e-8,

@@ -125,6 +125,10 @@ def _root(name: str, value: Any) -> str:
     return value if value == "auto" else roots.spell(roots.parse(value))
 
 
+def _polar(name: str, value: Any) -> str:
+    return roots.spell(roots.parse_polar(value))
+
+
 def dtype_name(name: str, value: Any) -> str:
     spelled = str(value).removeprefix("torch.")
     return str(_choice("float32", "float64", "bfloat16", "float16")(name, spelled))
@@ -140,6 +144,13 @@ _precision = _choice(
     "fast",
     meanings=("as torch's float32 matmul precision is set", "exact to float32", "the 11 bits of TF32, on a GPU"),
     others={"tf32": "fast", "high": "fast", "medium": "fast", "ieee": "float32", "highest": "float32"},
+)
+_polar_scale = _choice(
+    None,
+    "original",
+    "match_rms_adamw",
+    meanings=("as it is", "times sqrt(max(1, rows / columns))", "times 0.2 sqrt(max(rows, columns))"),
+    others={"none": None, "adamw": "match_rms_adamw", "moonshot": "match_rms_adamw", "keller": "original"},
 )
 _root_device = _choice(
     None,
@@ -170,14 +181,16 @@ OPTIONS: dict[str, Option] = {
     "nesterov": Option(False, _bool, "Nesterov's form of momentum"),
     "maximize": Option(False, _bool, "ascend instead of descend"),
     "bias_correction": Option(True, _bool, "correct the averages for their start at zero"),
-    "preconditioner": Option("shampoo", _choice("shampoo", None), "the method; `None`: elementwise, by the graft alone", structural=True),
+    "preconditioner": Option("shampoo", _choice("shampoo", "spectral", None, others={"muon": "spectral"}), "the method: `\"shampoo\"`, or `\"spectral\"` (Muon), which orthogonalises the filtered gradient of every block; `None`: elementwise, by the graft alone", structural=True),
     "exponent": Option(None, _optional(_exponent), "root exponent for all modes, or `{order: exponent}`; default `1 / (2 order)`; 0 leaves modes alone"),
     "exponent_multiplier": Option(1.0, _number(0, open_low=True), "multiplies the default exponent (1.82 in the paper for fully connected networks)"),
     "root": Option("auto", _root, "root solver: `\"auto\"`, `\"eigh\"`, `\"newton\"`, `\"higher_order\"`, `\"minimax\"`, `\"qr\"`, `\"track\"` or a solver object"),
+    "polar": Option("newton_schulz", _polar, "how `\"spectral\"` orthogonalises: `\"newton_schulz\"` (Muon's quintic, `steps=5`), `\"polar_express\"` (the best quintics, `steps=5, lower=1e-3`), `\"svd\"` (exact, slow) or an object"),
+    "polar_scale": Option(None, _polar_scale, "what `\"spectral\"` without a graft multiplies directions by: `\"original\"` `sqrt(max(1, rows / columns))`, `\"match_rms_adamw\"` `0.2 sqrt(max(rows, columns))`; default: nothing"),
     "graft": Option("adam", _choice("adam", "rmsprop", "adagrad", "sgd", None), "method whose step size is taken over", structural=True),
     "graft_beta2": Option(None, _optional(_number(0, 1)), "decay of the graft's second moment; default `betas[1]`, 0.999 when that is 1"),
     "graft_eps": Option(1e-8, _number(0, open_low=True), "added to the graft's denominator"),
-    "max_preconditioner_dim": Option(1024, _count(1, infinite=True), "largest factor; larger dimensions follow `large_dim`", structural=True),
+    "max_preconditioner_dim": Option(1024, _count(1, infinite=True), "largest factor, or side of a block; larger dimensions follow `large_dim`", structural=True),
     "merge_dims": Option(True, _bool, "fold small neighbouring dimensions together", structural=True),
     "large_dim": Option("block", _choice("block", "diagonal", "adagrad"), "a dimension above the limit: cut it, keep its factor's diagonal, or use diagonal AdaGrad", structural=True),
     "batch_dims": Option(0, _count(0), "leading dimensions that stack independent parameters, such as experts", structural=True),
@@ -185,7 +198,7 @@ OPTIONS: dict[str, Option] = {
     "split_dim": Option(0, _count(0), "the dimension that `split` cuts", structural=True),
     "precondition_1d": Option(False, _bool, "give vectors a full matrix of their own", structural=True),
     "precondition_frequency": Option(10, _count(1), "steps between refreshes of a block's roots"),
-    "start_preconditioning_step": Option(None, _optional(_count(1, infinite=True)), "first preconditioned step; default `precondition_frequency`; infinity: never"),
+    "start_preconditioning_step": Option(None, _optional(_count(1, infinite=True)), "first preconditioned step; default `precondition_frequency`, for `\"spectral\"` 1; infinity: never"),
     "refresh": Option("together", _choice("together", "staggered"), "refresh all blocks at once, or spread them over the period, with the same work in every step that has some"),
     "refresh_delay": Option(0, _count(0), "steps from a refresh to the first use of its roots. Until then they are computed beside the training, on a CUDA device by a stream of its own; takes the memory of the roots once more"),
     "root_device": Option(None, _root_device, "`\"cpu\"`: compute roots on the host, for a device without a solver; with `refresh_delay`, in a thread. No effect where parameters are on the host"),
@@ -208,6 +221,18 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 FLAGS = ("foreach", "fused", "capturable", "differentiable", "amsgrad")  # of torch's optimizers, none of which we have
+# Without effect where there are no roots. Plain numbers, such as eps, may stay when the method is changed.
+OF_ROOTS = (
+    "root",
+    "exponent",
+    "exponent_multiplier",
+    "damping",
+    "refresh",
+    "refresh_delay",
+    "root_device",
+    "root_dtype",
+    "factors",
+)
 STRUCTURAL = tuple(name for name, option in OPTIONS.items() if option.structural)
 
 
@@ -268,6 +293,15 @@ def _refuse_without_effect(group: Mapping[str, Any]) -> None:
          "beside exponent, which replaces the default that it multiplies"),
         ("root_dtype", group["root_dtype"] == "float64" and group["state_dtype"] != "float64",
          f"with state_dtype={group['state_dtype']!r}: roots are computed in float32"),
+        *((name, is_spectral(group) and group[name] != OPTIONS[name].default, "with preconditioner='spectral', which has no roots")
+          for name in OF_ROOTS),
+        ("large_dim", is_spectral(group) and group["large_dim"] == "diagonal",
+         "with preconditioner='spectral', which has no factors; use 'block' or 'adagrad'"),
+        *((name, group["preconditioner"] == "shampoo" and group[name] != OPTIONS[name].default,
+           "with preconditioner='shampoo'; only 'spectral' uses it") for name in ("polar", "polar_scale")),
+        ("polar_scale", is_spectral(group) and group["polar_scale"] is not None and group["graft"] is not None
+         and group["start_preconditioning_step"] != math.inf,
+         f"with graft={group['graft']!r}, which decides how long directions are"),
     ]  # fmt: skip
     for name, useless, why in idle:
         if useless:
@@ -303,6 +337,11 @@ def exponent(group: Mapping[str, Any], order: int) -> float:
     return float(group["exponent_multiplier"] / (2 * order) if given is None else given)
 
 
+def is_spectral(group: Mapping[str, Any]) -> bool:
+    """Whether there are polar factors instead of factors and roots."""
+    return bool(group["preconditioner"] == "spectral")
+
+
 def graft_beta2(group: Mapping[str, Any]) -> float:
     if group["graft_beta2"] is not None:
         return float(group["graft_beta2"])
@@ -334,7 +373,8 @@ def with_choices(group: Mapping[str, Any], choices: roots.Choices) -> Mapping[st
 
 def is_measured(group: Mapping[str, Any]) -> bool:
     """Whether solvers are to be measured for it; that is done in float32."""
-    return group["root"] == "auto" and not group["root_device"] and compute_dtype(group) == torch.float32
+    auto = group["root"] == "auto" and not group["root_device"] and not is_spectral(group)
+    return auto and compute_dtype(group) == torch.float32
 
 
 def products(group: Mapping[str, Any]) -> str | None:

@@ -18,8 +18,8 @@ from typing import Any
 
 from . import assign
 from .blocks import Block, Layout, Region, Shape, cut
-from .options import compute_dtype, exponent, is_measured, wire_dtype
-from .roots import NO_CHOICES, Choices, chosen, resolve
+from .options import compute_dtype, exponent, is_measured, is_spectral, wire_dtype
+from .roots import NO_CHOICES, Choices, chosen, parse_polar, resolve
 
 GEOMETRY = ("max_preconditioner_dim", "merge_dims", "large_dim", "batch_dims", "precondition_1d", "preconditioner")
 NOTHING: Mapping[tuple[int, int], int] = {}
@@ -231,10 +231,20 @@ def make_plan(
 
 def refresh_cost(block: Block, options: Mapping[str, Any], device: str) -> float:
     """Operations; never a measurement, or plans would differ between ranks, and between before and after."""
+    if is_spectral(options):
+        return 0.0
     device = options["root_device"] or device
     return assign.refresh_flops(
         block, lambda d: resolve(options["root"], d, device, exponent(options, len(block.shape)))
     )
+
+
+def step_cost(block: Block, options: Mapping[str, Any]) -> float:
+    """Operations of the matrix products of one step."""
+    if is_spectral(options):
+        used = block.modes and options["start_preconditioning_step"] != math.inf
+        return parse_polar(options["polar"]).flops(block.shape[0], math.prod(block.shape[1:])) if used else 0.0
+    return assign.step_flops(block)
 
 
 def _roots_at_once(banks: Mapping[BankKey, int], options: Mapping[str, Any]) -> Counter[tuple[str, int, float]]:
@@ -320,7 +330,7 @@ def _owners(
         if alike not in known:
             options = groups[spec.group]
             refresh = refresh_cost(block, options, spec.device)
-            known[alike] = assign.load(block, refresh, options["precondition_frequency"])
+            known[alike] = assign.load(block, refresh / options["precondition_frequency"] + step_cost(block, options))
         return known[alike]
 
     def storing(block: Block) -> Iterable[int]:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from . import assign, options
+from . import options
 from .blocks import Block
 from .checkpoint import block_state
 from .layout import team_of
-from .plan import BankKey, Plan, Spec, make_plan, refresh_cost
+from .plan import BankKey, Plan, Spec, make_plan, refresh_cost, step_cost
 from .roots import NO_CHOICES, Choices, chosen, resolve, spell
 from .scale import RankReport, block_bytes, layout_named, rank_report, scratch_bytes
 from .units import make_drafts
@@ -79,7 +79,7 @@ class PlanReport:
         self.teams = [rank_report(plan, team, places[team] if places else None) for team in range(len(plan.teams))]
         drafts = make_drafts(plan, [team.place for team in self.teams]) if len(self.teams) > 1 else []
         self.scratch_bytes = scratch_bytes(drafts) if drafts else self.teams[0].scratch_bytes
-        self.step_flops = sum(map(assign.step_flops, plan.blocks))
+        self.step_flops = sum(step_cost(block, plan.groups[plan.specs[block.param].group]) for block in plan.blocks)
         self.refresh_flops = sum(
             len(numbers) * refresh_cost(plan.blocks[numbers[0]], plan.groups[key.group], key.device)
             for key, numbers in plan.all_banks().items()
@@ -234,7 +234,9 @@ def _bank_rows(plan: Plan, choices: Choices) -> list[BankRow]:
 
 
 def _solvers(key: BankKey, group: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[dict[str, float | None], ...]]:
-    """The solver of each side, and what the candidates take if that was measured."""
+    """The solver of each side, and what the candidates take if that was measured; without roots, the way to the polar factor."""
+    if options.is_spectral(group):
+        return ((group["polar"],), ({},)) if key.modes else ((), ())
     e, solvers, times = options.exponent(group, len(key.shape)), list[str](), list[dict[str, float | None]]()
     device = group["root_device"] or key.device
     for d, mode in zip(key.shape, key.modes, strict=False):

@@ -5,6 +5,7 @@ so that where the two agree neither is likely to be wrong. `Reference._step_bloc
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,10 +18,11 @@ DEFAULTS: dict[str, Any] = {
     "eps": 1e-12, "damping": "absolute", "bias_correction": True, "maximize": False,
     "weight_decay": 0.0, "weight_decay_mode": "decoupled",
     "momentum": 0.0, "dampening": 0.0, "nesterov": False,
+    "preconditioner": "shampoo", "polar": "newton_schulz", "polar_scale": None,
     "exponent": None, "exponent_multiplier": 1.0,  # float or {order: float}; None: multiplier / (2 order)
     "graft": "adam", "graft_beta2": None, "graft_eps": 1e-8,  # None: betas[1], or 0.999 where that is 1
     "max_preconditioner_dim": 1024, "merge_dims": True, "large_dim": "block",
-    "batch_dims": 0, "precondition_1d": False, "preconditioner": "shampoo",
+    "batch_dims": 0, "precondition_1d": False,
     "split": None, "split_dim": 0,  # parts, or their sizes
     "precondition_frequency": 10, "start_preconditioning_step": None,  # None: the frequency; math.inf: never
     "refresh": "together", "refresh_delay": 0, "on_nonfinite": "skip",
@@ -28,11 +30,12 @@ DEFAULTS: dict[str, Any] = {
 }
 # fmt: on
 CHOICES: dict[str, tuple[str | None, ...]] = {
+    "preconditioner": ("shampoo", "spectral", None),
+    "polar_scale": (None, "original", "match_rms_adamw"),
     "damping": ("absolute", "relative"),
     "weight_decay_mode": ("l2", "decoupled", "corrected", "independent"),
     "graft": ("sgd", "adagrad", "rmsprop", "adam", None),
     "large_dim": ("block", "diagonal", "adagrad"),
-    "preconditioner": ("shampoo", None),
     "refresh": ("together", "staggered"),
     "on_nonfinite": ("skip",),
     "root_dtype": (None, "float64", "float32", "bfloat16", "float16"),
@@ -101,11 +104,57 @@ def inverse_power(a: Tensor, e: float, eps: float) -> Tensor:
     return root
 
 
+def best_quintic(low: float, high: float) -> tuple[float, float, float]:
+    """a, b, c with the least max |1 - (a t + b t^3 + c t^5)| on [low, high].
+
+    That difference is then E, -E, E, -E at four points, of which two are the ends and two have the slope 0.
+    """
+    inner = [0.75 * low + 0.25 * high, 0.25 * low + 0.75 * high]
+    a = b = c = 0.0
+    for _ in range(50):
+        t = torch.tensor([low, *inner, high], dtype=torch.float64)
+        signs = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+        a, b, c, _ = torch.linalg.solve(torch.stack([t, t**3, t**5, signs], 1), torch.ones_like(t)).tolist()
+        middle, distance = -3 * b / (10 * c), math.sqrt(9 * b * b - 20 * a * c) / (10 * c)
+        inner = [math.sqrt(middle - distance), math.sqrt(middle + distance)]
+    return a, b, c
+
+
+def quintics(name: str, steps: int = 5, lower: float = 1e-3) -> list[tuple[float, float, float]]:
+    """What singular values go through, one polynomial after the other."""
+    if name == "newton_schulz":
+        return [(3.4445, -4.7750, 2.0315)] * steps
+    found, low, high = [], lower, 1.0
+    for _ in range(steps):
+        a, b, c = best_quintic(low, 1.01 * high)
+        low = a * low + b * low**3 + c * low**5
+        high = 2 - low
+        found.append((a, b, c))
+    return found
+
+
+def polar_factor(g: Tensor, how: str) -> Tensor:
+    """U h(S) V^T of g = U S V^T, its first mode against the rest; h is what `how` spells, such as "polar_express(steps=6)"."""
+    name, _, given = how.rstrip(")").partition("(")
+    options = {
+        key: float(value) if key == "lower" else int(value) for key, value in re.findall(r"(\w+)=([^,]+)", given)
+    }
+    u, s, vh = torch.linalg.svd(g.reshape(g.shape[0], -1), full_matrices=False)
+    if name == "svd":
+        h = (s > max(u.shape[0], vh.shape[1]) * torch.finfo(s.dtype).eps * s.max()).to(s)
+    else:
+        h = s / s.norm() if s.any() else s
+        for a, b, c in quintics(name, **options):  # type: ignore[arg-type]
+            h = a * h + b * h**3 + c * h**5
+    factor: Tensor = u @ torch.diag(h) @ vh
+    return factor.reshape(g.shape)
+
+
 class Block:
     """The state of one block; `method` is its diagonal method: a Kronecker block's graft, or all there is."""
 
-    def __init__(self, w: Tensor, method: str | None, diagonal: Sequence[bool]) -> None:
-        self.method = method
+    def __init__(self, w: Tensor, method: str | None, diagonal: Sequence[bool], spectral: bool = False) -> None:
+        self.method, self.spectral = method, spectral
         self.m = torch.zeros_like(w)  # filtered gradient
         self.v = torch.zeros_like(w)  # squared gradients of the diagonal method
         self.momentum = torch.zeros_like(w)
@@ -119,7 +168,7 @@ class Block:
 class Reference:
     """Textbook Shampoo on copies of `params`: options as in DEFAULTS, read at each step from `self.options`.
 
-    The options that decide shapes and state (`graft`, `max_preconditioner_dim`, `merge_dims`, `large_dim`,
+    The options that decide shapes and state (`preconditioner`, `graft`, `max_preconditioner_dim`, `merge_dims`, `large_dim`,
     `batch_dims`, `split`, `precondition_1d`) are read once. `offsets[param index, block index]` is the step inside the
     period at which refresh="staggered" refreshes that block; elementwise parameters need none.
 
@@ -181,6 +230,8 @@ class Reference:
             return [Block(p, method, [])]
         cuts = o["large_dim"] == "block"
         self.sizes[-1].append([piece_sizes(d, limit) if cuts else [d] for d in shape])
+        if o["preconditioner"] == "spectral":
+            return [Block(w, method, [], spectral=True) for w in cut(p, self.sizes[-1][-1])]
         return [Block(w, method, [d > limit for d in w.shape]) for w in cut(p, self.sizes[-1][-1])]
 
     @torch.no_grad()
@@ -289,15 +340,20 @@ class Reference:
     def _direction(self, block: Block, g_bar: Tensor, t: int) -> Tensor:
         grafted = self._graft_direction(block, g_bar, t)
         start = self.options["start_preconditioning_step"]
-        if block.roots is None or (start is not None and t < start):
+        if (block.roots is None and not block.spectral) or (start is not None and t < start):
             return grafted
-        p = g_bar
-        for i, root in enumerate(block.roots):
+        p = self._orthogonal(g_bar) if block.spectral else g_bar
+        for i, root in enumerate(block.roots or ()):
             p = p if root is None else mode_product(p, i, root)
         if block.method is None or p.norm() == 0:
             return p
         scaled: Tensor = p * (grafted.norm() / p.norm())
         return scaled
+
+    def _orthogonal(self, g_bar: Tensor) -> Tensor:
+        rows, columns = g_bar.shape[0], g_bar[0].numel()
+        scales = {"original": math.sqrt(max(1, rows / columns)), "match_rms_adamw": 0.2 * math.sqrt(max(rows, columns))}
+        return polar_factor(g_bar, self.options["polar"]) * scales.get(self.options["polar_scale"], 1.0)
 
     def _graft_direction(self, block: Block, g_bar: Tensor, t: int) -> Tensor:
         """The graft's own direction."""

@@ -10,7 +10,7 @@ from typing import Any
 from . import assign, options
 from .blocks import Axis, Layout
 from .checkpoint import block_state
-from .plan import BankKey, Plan, refresh_cost
+from .plan import BankKey, Plan, refresh_cost, step_cost
 from .store import ArenaKey
 from .units import Draft
 
@@ -110,7 +110,7 @@ def place_totals(plan: Plan, team: int) -> tuple[list[int], list[float]]:
             if key not in known:
                 group = plan.groups[key.group]
                 refresh = refresh_cost(block, group, key.device) / group["precondition_frequency"]
-                known[key] = block_bytes(plan, key), refresh + assign.step_flops(block)
+                known[key] = block_bytes(plan, key), refresh + step_cost(block, group)
             state[owner] += known[key][0]
             work[owner] += known[key][1]
     momenta = [spec for spec in plan.specs if spec.team == team and plan.groups[spec.group]["momentum"] > 0]

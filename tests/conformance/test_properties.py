@@ -40,6 +40,14 @@ VARIANTS: dict[str, Options] = {
     "higher_order": {"root": "higher_order"},
     "minimax": {"root": "minimax"},
     "qr": {"root": "qr"},
+    "spectral": {"preconditioner": "spectral", "weight_decay": 0.1},
+    "spectral, ungrafted": {"preconditioner": "spectral", "graft": None, "polar": "polar_express", "merge_dims": False},
+    "spectral, whole": {
+        "preconditioner": "spectral",
+        "graft": None,
+        "polar": "svd",
+        "max_preconditioner_dim": math.inf,
+    },
 }
 every_variant = pytest.mark.parametrize("options", [BASE | o for o in VARIANTS.values()], ids=list(VARIANTS))
 every_graft = pytest.mark.parametrize("graft", ["sgd", "adagrad", "rmsprop", "adam", None])

@@ -362,3 +362,57 @@ def test_the_default_eps_where_factors_have_full_rank(graft: str | None) -> None
     """By the first refresh every factor has seen more columns than it has rows, so eps = 1e-12 decides nothing."""
     options = {"lr": 0.05, "betas": (0.9, 1.0), "graft": graft, "precondition_1d": True, "precondition_frequency": 10}
     race([(8, 6), (5, 3, 2), (4,)], options)
+
+
+# Polar factors instead of roots.
+
+MUON: Options = {"lr": 0.03, "betas": (0.9, 0.95), "weight_decay": 0.1, "preconditioner": "spectral"}
+UNGRAFTED: Options = {"graft": None}
+SPECTRAL: dict[str, Options] = {
+    "plain": UNGRAFTED,
+    "grafted": {},
+    "sgd": {"graft": "sgd", "betas": (0.0, 0.95), "momentum": 0.9},
+    "adagrad": {"graft": "adagrad", "large_dim": "adagrad"},
+    "original": UNGRAFTED | {"polar_scale": "original"},
+    "match_rms_adamw": UNGRAFTED | {"polar_scale": "match_rms_adamw", "weight_decay_mode": "corrected"},
+    "two steps": UNGRAFTED | {"polar": "newton_schulz(steps=2)"},
+    "polar express": UNGRAFTED | {"polar": "polar_express"},
+    "polar express, long": UNGRAFTED | {"polar": "polar_express(steps=7, lower=0.01)", "polar_scale": "original"},
+    "svd": UNGRAFTED | {"polar": "svd", "polar_scale": "original"},
+    "whole": UNGRAFTED | {"max_preconditioner_dim": math.inf, "polar_scale": "original"},
+    "unmerged": UNGRAFTED | {"merge_dims": False, "momentum": 0.9, "nesterov": True},
+    "vectors": {"precondition_1d": True, "graft": "rmsprop"},
+    "start at 5": {"start_preconditioning_step": 5},
+    "start at 5, ungrafted": UNGRAFTED | {"start_preconditioning_step": 5},
+    "never": {"start_preconditioning_step": math.inf},
+    "nesterov inside": UNGRAFTED | {"beta3": 0.81, "bias_correction": False},
+    "l2, maximize": UNGRAFTED | {"weight_decay_mode": "l2", "maximize": True},
+}
+every_spectral = pytest.mark.parametrize("case", SPECTRAL)
+
+
+@every_spectral
+def test_spectral(case: str) -> None:
+    """In float64, and in float32 with the factor of up to a few hundred by which small singular values grow."""
+    options = MUON | {"max_preconditioner_dim": 4} | SPECTRAL[case]
+    assert Race([(ZOO, options)], torch.float64).run(keep=0.8) <= 1e-11
+    assert Race([(ZOO, options)]).run(keep=0.8) <= 1e-4
+
+
+def test_spectral_options_change_between_steps() -> None:
+    live = {
+        3: {"polar": "svd"},
+        7: {"polar": "polar_express(steps=6)", "polar_scale": "original"},
+        12: {"polar_scale": None},
+    }
+    live[15] = {"start_preconditioning_step": 18}
+    assert Race([(FEW, MUON | UNGRAFTED)], torch.float64).run(live=live) <= 1e-11
+
+
+@pytest.mark.parametrize("graft", GRAFTS)
+def test_spectral_beside_shampoo(graft: str | None) -> None:
+    """Batch dimensions, and zero and bad gradients."""
+    groups = [([(3, 6, 4), (2, 1, 5), (4,)], MUON | {"batch_dims": 1, "graft": graft}), (FEW, BASES["adam"])]
+    run = Race(groups, torch.float64)
+    with pytest.warns(lather.NumericalWarning):
+        assert run.run(spoil={2: {0: 0.0}, 5: {0: 0.0, 2: 0.0}, 6: {1: math.nan}}) <= 1e-11

@@ -77,6 +77,18 @@ NAMES: list[tuple[str, str, str]] = [
     ("graft", "rms_prop", "'rmsprop'"),
     ("weight_decay_mode", "decouple", "'decoupled'"),
     ("preconditioner", "shampo", "'shampoo'"),
+    ("preconditioner", "muon", "did you mean 'spectral'?"),
+    ("polar", "newton_shulz", "did you mean 'newton_schulz'?"),
+    ("polar", "newton_schulz(step=3)", "options of newton_schulz: steps"),
+    ("polar", "newton_schulz(steps=0)", "steps=0 must be a whole number of at least 1"),
+    ("polar", "polar_express(steps=2.5)", "steps=2.5 must be a whole number"),
+    ("polar", "polar_express(lower=1.0)", "lower=1.0 must be more than 0 and less than 1"),
+    ("polar", "svd(", "a name with options, as in"),
+    ("polar", "", "'polar_express'"),
+    ("polar", "eigh", "'newton_schulz', 'polar_express', 'svd'"),
+    ("polar_scale", "orignal", "did you mean 'original'?"),
+    ("polar_scale", "adamw", "did you mean 'match_rms_adamw'?"),
+    ("polar_scale", "none", "did you mean None?"),
     ("large_dim", "diag", "'diagonal'"),
     ("refresh", "stagered", "'staggered'"),
     ("on_nonfinite", "rais", "'raise'"),
@@ -113,7 +125,7 @@ def test_bad_option(name: str, value: Any, allowed: str, in_group: bool) -> None
 
 
 @pytest.mark.parametrize("value", [None, 3, [1], {"eigh": 1}, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["root", "large_dim", "state_dtype", "refresh", "preconditioner", "factors"])
+@pytest.mark.parametrize("name", ["root", "large_dim", "state_dtype", "refresh", "preconditioner", "factors", "polar"])
 def test_option_of_another_type(name: str, value: Any) -> None:
     if (name, value) in (("state_dtype", torch.float32), ("preconditioner", None)):
         return
@@ -148,6 +160,14 @@ IDLE: list[tuple[str, dict[str, Any]]] = [
     ("exponent_multiplier", {"exponent_multiplier": 1.82, "exponent": 0.5}),
     ("root_dtype", {"root_dtype": "float64"}),
     ("root_dtype", {"root_dtype": "float64", "state_dtype": "bfloat16"}),
+    ("polar", {"polar": "svd"}),
+    ("polar_scale", {"polar_scale": "original", "graft": None}),
+    ("polar_scale", {"polar_scale": "original", "preconditioner": "spectral"}),
+    ("root", {"root": "eigh", "preconditioner": "spectral"}),
+    ("exponent", {"exponent": 0.5, "preconditioner": "spectral"}),
+    ("refresh", {"refresh": "staggered", "preconditioner": "spectral"}),
+    ("factors", {"factors": "packed", "preconditioner": "spectral"}),
+    ("large_dim", {"large_dim": "diagonal", "preconditioner": "spectral"}),
 ]
 
 

@@ -94,13 +94,16 @@ CASES: list[dict[str, Any]] = [
     {"refresh_delay": 2},
     {"refresh_delay": 1, "refresh": "staggered", "root": "track", "root_device": "cpu"},
     {"root_dtype": torch.float32, "state_dtype": "bfloat16", "factors": "packed", "root": "qr"},
+    {"preconditioner": "spectral", "momentum": 0.9},
+    {"preconditioner": "spectral", "graft": None, "polar": "polar_express(steps=6)", "polar_scale": "original"},
+    {"preconditioner": "spectral", "graft": None, "betas": (0.0, 0.9), "polar": lather.Svd()},  # keeps nothing at all
 ]
 
 
 STAGGERED: dict[str, Any] = {"refresh": "staggered"}
 TIMES = [
     *((case, torch.float32, 4) for case in CASES),
-    *((case, torch.bfloat16, 4) for case in CASES[1:11]),
+    *((case, torch.bfloat16, 4) for case in (*CASES[1:11], CASES[-2])),
     *((case, torch.float32, k) for case in (CASES[0], STAGGERED) for k in (1, 6, 8)),
 ]
 

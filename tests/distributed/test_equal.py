@@ -12,6 +12,7 @@ from .cases import BASE, LAYOUTS, Case, Options
 from .harness import Pools
 
 MOMENTUM: Options = {"momentum": 0.9, "nesterov": True, "dampening": 0.1}
+SPECTRAL: Options = {"preconditioner": "spectral"}
 EVERYTHING = Case(
     MOMENTUM | {"weight_decay": 0.1, "weight_decay_mode": "corrected", "refresh": "staggered"},
     gaps=True,
@@ -42,6 +43,12 @@ CASES: dict[str, Case] = {
     "delayed": Case({"refresh_delay": 2, "refresh": "staggered"}, gaps=True),
     "track": Case({"root": "track"}, gaps=True),
     "minimax": Case({"root": "minimax"}, gaps=True),
+    "spectral": Case({"preconditioner": "spectral", "weight_decay": 0.1}, gaps=True),
+    "spectral, ungrafted": Case(
+        {"graft": None, "polar_scale": "original", "stages": 2} | SPECTRAL | MOMENTUM, spoilt=True
+    ),
+    "spectral, whole": Case({"graft": None, "max_preconditioner_dim": 64, "polar": "polar_express"} | SPECTRAL),
+    "spectral, svd": Case({"graft": None, "betas": (0.0, 0.9), "polar": "svd"} | SPECTRAL, dtype=torch.bfloat16),
     "bfloat16": Case(MOMENTUM | {"weight_decay": 0.1}, dtype=torch.bfloat16),
     "groups": Case(groups=True),
     "two stages": Case({"stages": 2}),
@@ -67,7 +74,7 @@ TRAINERS: list[tuple[str, int, Case]] = [
     ("hsdp22", 2, EVERYTHING),
 ]
 EVERY_OPTION = ("ddp2", "fsdp3")
-EVERY_LAYOUT = ("base", "everything", "nan", "bfloat16, int8 wire", "split", "tiny")
+EVERY_LAYOUT = ("base", "everything", "nan", "bfloat16, int8 wire", "split", "spectral, whole", "tiny")
 MANY = [layout for layout in LAYOUTS if layout != "one"]
 PAIRS = [
     (layout, name)

@@ -27,6 +27,8 @@ CASES = [
     {"factors": "packed", "large_dim": "diagonal"},
     {"factors": "packed", "graft": "sgd", "betas": (0.0, 1.0)},
     {"refresh": "staggered", "weight_decay": 0.1, "weight_decay_mode": "corrected"},
+    {"preconditioner": "spectral"},
+    {"preconditioner": "spectral", "graft": None, "beta3": 0.81, "polar": "polar_express", "polar_scale": "original"},
 ]
 
 
@@ -51,8 +53,8 @@ def make(dtype=torch.float32, **options):
 
 @pytest.mark.parametrize("options", CASES)
 def test_agrees_with_the_twin(options):
-    opt, params, given = make(root="eigh", **options)
-    del given["root"]
+    opt, params, given = make(**options if "preconditioner" in options else options | {"root": "eigh"})
+    given.pop("root", None)
     offsets = None
     if options.get("refresh") == "staggered":
         with torch.no_grad():
@@ -68,7 +70,7 @@ def test_agrees_with_the_twin(options):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("options", CASES[:4])
+@pytest.mark.parametrize("options", [*CASES[:4], *CASES[-2:]])
 def test_plain_steps_do_not_synchronise(options):
     opt, params, _ = make(**options)
     run(opt, params, 1, 5)

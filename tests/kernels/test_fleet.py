@@ -201,6 +201,21 @@ def test_parameters_that_kernels_cannot_write_go_alone(move):
     assert_close(params, twin.params)
 
 
+@pytest.mark.parametrize("options", [{}, {"graft": None, "momentum": 0.9}], ids=["grafted", "ungrafted"])
+def test_polar_factors_go_alone_and_vectors_do_not(options):
+    params = parameters()
+    opt, twin = pair(params, preconditioner="spectral", **options)
+    for step in range(1, 4):
+        for p, grad in zip(params, gradients(step), strict=True):
+            p.grad = grad
+        opt.step()
+        twin.step(gradients(step))
+    (unit,) = opt._units
+    assert {share.key.modes for fleet in unit.fleets for share in fleet.parts} == {()}
+    assert all(unit.banks[i].key.modes for i in unit.alone)
+    assert_close(params, twin.params, tolerance=1e-5)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, 1e25])
 def test_a_gradient_that_is_not_finite_is_left_out(bad):
     """Nor one whose square is not: its block keeps its bits and is counted, the others go on."""

@@ -1,6 +1,6 @@
-"""Inverse roots `(A + eps I)^(-e)` and eigenbases of stacks of symmetric positive semi-definite matrices.
+"""Inverse roots `(A + eps I)^(-e)` and eigenbases of stacks of symmetric positive semi-definite matrices, and polar factors.
 
-A new solver is one file and one entry in `SOLVERS`; the conformance tests run over that table.
+A new solver is one file and one entry in `SOLVERS` (or `POLARS`); the conformance tests run over these tables.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from .higher_order import HigherOrder
 from .minimax import Minimax
 from .newton import Newton
 from .numerics import are_products_exact, power, products_in, relative_ridge
+from .polar import NewtonSchulz, Polar, PolarExpress, Svd
 from .products import splits
 from .qr import Qr
-from .spec import SOLVERS, parse, resolve, spell
+from .spec import POLARS, SOLVERS, parse, parse_polar, resolve, spell
 from .track import Track
 
 __all__ = [
     "NO_CHOICES",
+    "POLARS",
     "SOLVERS",
     "Basis",
     "Choices",
@@ -31,9 +33,13 @@ __all__ = [
     "HigherOrder",
     "Minimax",
     "Newton",
+    "NewtonSchulz",
+    "Polar",
+    "PolarExpress",
     "Qr",
     "Root",
     "RootSolver",
+    "Svd",
     "Track",
     "are_products_exact",
     "choose",
@@ -41,6 +47,7 @@ __all__ = [
     "decide",
     "measure",
     "parse",
+    "parse_polar",
     "power",
     "products_in",
     "relative_ridge",

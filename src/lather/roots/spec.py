@@ -1,13 +1,13 @@
-"""Solvers as strings, for places that hold only primitives: `"newton(iterations=20)"`."""
+"""Solvers as strings, for places that hold only primitives: `"newton(iterations=20)"`, `"polar_express(steps=6)"`."""
 
 from __future__ import annotations
 
 import ast
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,10 +17,14 @@ from .eigh import Eigh
 from .higher_order import HigherOrder
 from .minimax import Minimax
 from .newton import Newton
+from .polar import NewtonSchulz, Polar, PolarExpress, Svd
 from .qr import Qr
 from .track import Track
 
 SOLVERS: dict[str, type[RootSolver]] = {s.name: s for s in (Eigh, Newton, HigherOrder, Minimax, Qr, Track)}
+POLARS: dict[str, type[Polar]] = {p.name: p for p in (NewtonSchulz, PolarExpress, Svd)}
+
+T = TypeVar("T")
 
 
 def parse(spec: str | RootSolver) -> RootSolver:
@@ -33,14 +37,38 @@ def parse(spec: str | RootSolver) -> RootSolver:
         return spec
     if spec == "auto":
         raise ValueError('root="auto" is no solver before the size of the matrices is known; use resolve')
-    name, options = _read(spec)
-    if name not in SOLVERS:
-        raise ValueError(f"root={spec!r} is not a root solver; allowed: {_names()}{_hint(name)}")
+    return _parse("root", spec, SOLVERS, "a root solver", ["auto", *SOLVERS])
+
+
+def parse_polar(spec: str | Polar) -> Polar:
+    """As `parse`, for iterations to the polar factor.
+
+    >>> parse_polar("polar_express(steps=6)")
+    PolarExpress(steps=6, lower=0.001)
+    """
+    if isinstance(spec, Polar):
+        return spec
+    return _parse("polar", spec, POLARS, "a way to the polar factor", list(POLARS))
+
+
+def _parse(option: str, spec: str, table: Mapping[str, type[T]], what: str, names: Sequence[str]) -> T:
+    """What `spec` spells of a table; `names` are those that the option allows."""
+    listed = ", ".join(map(repr, names))
+    read = _read(spec)
+    if read is None:
+        example = {"root": "newton(iterations=20)", "polar": "polar_express(steps=6)"}[option]
+        raise ValueError(
+            f"{option}={spec!r} cannot be read; write a name ({listed}) or a name with options, "
+            f'as in "{example}"{_hint(str(spec), names)}'
+        )
+    name, options = read
+    if name not in table:
+        raise ValueError(f"{option}={spec!r} is not {what}; allowed: {listed}{_hint(name, names)}")
     try:
-        return SOLVERS[name](**options)
+        return table[name](**options)
     except (TypeError, ValueError) as error:
-        known = ", ".join(f.name for f in fields(SOLVERS[name])) or "none"  # type: ignore[arg-type]
-        raise ValueError(f"root={spec!r}: {error}; options of {name}: {known}") from None
+        known = ", ".join(f.name for f in fields(table[name])) or "none"  # type: ignore[arg-type]
+        raise ValueError(f"{option}={spec!r}: {error}; options of {name}: {known}") from None
 
 
 def resolve(spec: str | RootSolver | Choices, d: int, device: torch.device | str, e: float) -> RootSolver:
@@ -51,8 +79,8 @@ def resolve(spec: str | RootSolver | Choices, d: int, device: torch.device | str
     return choose(device, e) if spec == "auto" else parse(spec)
 
 
-def spell(solver: RootSolver) -> str:
-    """The string that `parse` reads back: options that differ from their defaults only.
+def spell(solver: RootSolver | Polar) -> str:
+    """The string that `parse`, or `parse_polar`, reads back: options that differ from their defaults only.
 
     >>> spell(Newton(iterations=20)), spell(Eigh())
     ('newton(iterations=20)', 'eigh')
@@ -62,8 +90,8 @@ def spell(solver: RootSolver) -> str:
     return f"{solver.name}({options})" if options else solver.name
 
 
-def _read(spec: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of `name` or `name(option=literal, ...)`."""
+def _read(spec: str) -> tuple[str, dict[str, Any]] | None:
+    """Name and options of `name` or `name(option=literal, ...)`; None if it is neither."""
     try:
         node = ast.parse(spec, mode="eval").body
         if isinstance(node, ast.Name):
@@ -72,10 +100,7 @@ def _read(spec: str) -> tuple[str, dict[str, Any]]:
             return node.func.id, {_word(k.arg): _literal(k.value) for k in node.keywords}
     except (SyntaxError, ValueError, TypeError):
         pass
-    raise ValueError(
-        f"root={spec!r} cannot be read; write a name ({_names()}) or a name with options, "
-        f'as in "newton(iterations=20)"{_hint(str(spec))}'
-    )
+    return None
 
 
 def _word(name: str | None) -> str:
@@ -90,10 +115,6 @@ def _literal(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-def _names() -> str:
-    return ", ".join(repr(name) for name in ("auto", *SOLVERS))
-
-
-def _hint(name: str) -> str:
-    close = difflib.get_close_matches(name, ["auto", *SOLVERS], n=1)
+def _hint(name: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -4,8 +4,9 @@ from .base import Batch, Context, Due, Preconditioner, Stack, State, Transform
 from .diagonal import GRAFTS, Graft
 from .filter import filter_correction, filter_gradient, init_filter
 from .kronecker import Kronecker, factors_of
+from .spectral import Spectral
 
-PRECONDITIONERS: dict[str, Preconditioner] = {"shampoo": Kronecker()}
+PRECONDITIONERS: dict[str, Transform] = {"shampoo": Kronecker(), "spectral": Spectral()}
 
 __all__ = [
     "GRAFTS",
