@@ -47,6 +47,7 @@ OPTIONS = [
     {"start_preconditioning_step": float("inf")},
     {"large_dim": "diagonal", "max_preconditioner_dim": 20},
     {"refresh": "staggered"},
+    {"preconditioner": "kl"},
     {"preconditioner": "spectral", "graft": None, "polar_scale": "original"},
 ]
 

@@ -20,10 +20,10 @@ from .roots import RootSolver
 FLOPS_PER_BYTE = 1024
 
 
-def step_flops(block: Block) -> float:
-    """Matrix products of one step: a Gram matrix and a mode product for every full mode."""
-    numel = math.prod(block.shape)
-    return sum(4.0 * numel * (d if mode == "full" else 1) for d, mode in zip(block.shape, block.modes, strict=False))
+def step_flops(block: Block, products: int = 1) -> float:
+    """Matrix products of one step: for every full mode a Gram matrix, and so many products with its root."""
+    each = 2.0 * (1 + products) * math.prod(block.shape)
+    return sum(each * (d if mode == "full" else 1) for d, mode in zip(block.shape, block.modes, strict=False))
 
 
 def refresh_flops(block: Block, solver: Callable[[int], RootSolver]) -> float:

@@ -108,8 +108,10 @@ class Bank:
         u = filter_gradient(self.state, grads, ctx)
         if method is None:
             return graft.apply(self.state, u, ctx)
-        method.accumulate(self.state, grads, ctx)
         amortised = amortised_of(self.key, ctx.group)
+        if amortised:
+            self._publish(amortised, ctx, active, offsets)
+        method.accumulate(self.state, grads, ctx)
         if amortised:
             self._refresh(amortised, ctx, active, offsets)
         own = graft.apply(self.state, u, ctx)
@@ -125,14 +127,18 @@ class Bank:
             ready = on if ready is None else ready & on
         return direction if ready is None else torch.where(per_slot(ready, own), direction, own)
 
-    def _refresh(
+    def _publish(
         self, method: Preconditioner, ctx: Context, active: Sequence[bool], offsets: Mapping[int, int] | None
     ) -> None:
-        """Put roots to use whose delay is over, and refresh what is due."""
+        """Put roots to use whose delay is over."""
         if late := late_slots(self.numbers, ctx, active, offsets):
             self.aside.finish()
             method.publish(self.state, late)
             self.begun = True
+
+    def _refresh(
+        self, method: Preconditioner, ctx: Context, active: Sequence[bool], offsets: Mapping[int, int] | None
+    ) -> None:
         if due := due_slots(self.numbers, ctx, active, offsets):
             job = Refresh(self.state, due, ctx, self.counts[1], self.failing)
             refresh(method, [job], self.aside if ctx.group["refresh_delay"] else None)

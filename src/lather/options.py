@@ -181,8 +181,8 @@ OPTIONS: dict[str, Option] = {
     "nesterov": Option(False, _bool, "Nesterov's form of momentum"),
     "maximize": Option(False, _bool, "ascend instead of descend"),
     "bias_correction": Option(True, _bool, "correct the averages for their start at zero"),
-    "preconditioner": Option("shampoo", _choice("shampoo", "spectral", None, others={"muon": "spectral"}), "the method: `\"shampoo\"`, or `\"spectral\"` (Muon), which orthogonalises the filtered gradient of every block; `None`: elementwise, by the graft alone", structural=True),
-    "exponent": Option(None, _optional(_exponent), "root exponent for all modes, or `{order: exponent}`; default `1 / (2 order)`; 0 leaves modes alone"),
+    "preconditioner": Option("shampoo", _choice("shampoo", "kl", "spectral", None, others={"muon": "spectral"}), "the method: `\"shampoo\"`, `\"kl\"` (KL-Shampoo), whose factors see the gradient preconditioned by each other, or `\"spectral\"` (Muon), which orthogonalises the filtered gradient of every block; `None`: elementwise, by the graft alone", structural=True),
+    "exponent": Option(None, _optional(_exponent), "root exponent for all modes, or `{order: exponent}`; default `1 / (2 order)`, always `1 / 2` for `\"kl\"`; 0 leaves modes alone"),
     "exponent_multiplier": Option(1.0, _number(0, open_low=True), "multiplies the default exponent (1.82 in the paper for fully connected networks)"),
     "root": Option("auto", _root, "root solver: `\"auto\"`, `\"eigh\"`, `\"newton\"`, `\"higher_order\"`, `\"minimax\"`, `\"qr\"`, `\"track\"` or a solver object"),
     "polar": Option("newton_schulz", _polar, "how `\"spectral\"` orthogonalises: `\"newton_schulz\"` (Muon's quintic, `steps=5`), `\"polar_express\"` (the best quintics, `steps=5, lower=1e-3`), `\"svd\"` (exact, slow) or an object"),
@@ -297,8 +297,10 @@ def _refuse_without_effect(group: Mapping[str, Any]) -> None:
           for name in OF_ROOTS),
         ("large_dim", is_spectral(group) and group["large_dim"] == "diagonal",
          "with preconditioner='spectral', which has no factors; use 'block' or 'adagrad'"),
-        *((name, group["preconditioner"] == "shampoo" and group[name] != OPTIONS[name].default,
-           "with preconditioner='shampoo'; only 'spectral' uses it") for name in ("polar", "polar_scale")),
+        *((name, group["preconditioner"] in ("shampoo", "kl") and group[name] != OPTIONS[name].default,
+           f"with preconditioner={group['preconditioner']!r}; only 'spectral' uses it") for name in ("polar", "polar_scale")),
+        *((name, group["preconditioner"] == "kl" and group[name] != OPTIONS[name].default,
+           "with preconditioner='kl', which is made of roots of exponent 1/2") for name in ("exponent", "exponent_multiplier")),
         ("polar_scale", is_spectral(group) and group["polar_scale"] is not None and group["graft"] is not None
          and group["start_preconditioning_step"] != math.inf,
          f"with graft={group['graft']!r}, which decides how long directions are"),
@@ -334,7 +336,8 @@ def exponent(group: Mapping[str, Any], order: int) -> float:
     given = group["exponent"]
     if isinstance(given, (tuple, list)):
         given = dict(given).get(order)
-    return float(group["exponent_multiplier"] / (2 * order) if given is None else given)
+    usual = 0.5 if group["preconditioner"] == "kl" else group["exponent_multiplier"] / (2 * order)
+    return float(usual if given is None else given)
 
 
 def is_spectral(group: Mapping[str, Any]) -> bool:

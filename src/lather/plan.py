@@ -244,7 +244,10 @@ def step_cost(block: Block, options: Mapping[str, Any]) -> float:
     if is_spectral(options):
         used = block.modes and options["start_preconditioning_step"] != math.inf
         return parse_polar(options["polar"]).flops(block.shape[0], math.prod(block.shape[1:])) if used else 0.0
-    return assign.step_flops(block)
+    crossed = (
+        options["preconditioner"] == "kl"
+    )  # the gradient is multiplied for every factor, by the roots of the others
+    return assign.step_flops(block, products=len(block.modes) if crossed else 1)
 
 
 def _roots_at_once(banks: Mapping[BankKey, int], options: Mapping[str, Any]) -> Counter[tuple[str, int, float]]:

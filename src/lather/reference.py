@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
 }
 # fmt: on
 CHOICES: dict[str, tuple[str | None, ...]] = {
-    "preconditioner": ("shampoo", "spectral", None),
+    "preconditioner": ("shampoo", "kl", "spectral", None),
     "polar_scale": (None, "original", "match_rms_adamw"),
     "damping": ("absolute", "relative"),
     "weight_decay_mode": ("l2", "decoupled", "corrected", "independent"),
@@ -285,15 +285,25 @@ class Reference:
     def _accumulate(self, block: Block, g: Tensor) -> None:
         beta2 = self.options["betas"][1]
         for i, factor in enumerate(block.factors):
-            g_i = unfold(g, i)
+            w = self._crossed(block, g, i) if self.options["preconditioner"] == "kl" else g
+            g_i = unfold(w, i)
             new = (g_i**2).sum(1) if factor.ndim == 1 else g_i @ g_i.T
             block.factors[i] = factor + new if beta2 == 1 else beta2 * factor + (1 - beta2) * new
+
+    def _crossed(self, block: Block, g: Tensor, mode: int) -> Tensor:
+        """KL-Shampoo: g times the inverse square roots of the other factors, per element of theirs."""
+        for j in range(g.ndim):
+            if j != mode:
+                root = block.roots[j] if block.roots is not None else None
+                g = (g if root is None else mode_product(g, j, root)) / math.sqrt(g.shape[j])
+        return g
 
     def _refresh(self, block: Block, t: int) -> None:
         o, order = self.options, len(block.factors)
         beta2, e = o["betas"][1], o["exponent"]
         e = e.get(order) if isinstance(e, Mapping) else e
-        e = o["exponent_multiplier"] / (2 * order) if e is None else e
+        usual = 0.5 if o["preconditioner"] == "kl" else o["exponent_multiplier"] / (2 * order)
+        e = usual if e is None else e
         bc2 = 1 - beta2**t if o["bias_correction"] and beta2 != 1 else 1.0
         if all(factor.isfinite().all() for factor in block.factors):
             corrected = [factor / bc2 for factor in block.factors]

@@ -127,8 +127,8 @@ def divide(banks: Iterable[tuple[BankKey, int]], groups: Sequence[Group]) -> lis
     for key, n in banks:
         tiled = math.prod(-(-d // SIDE) * SIDE for d in key.shape[:2]) * math.prod(key.shape[2:])
         fits = tiled < 1 << 31 and (not key.modes or max(key.shape) < 1 << 15)  # counted in 32 bits
-        polar = key.modes and options.is_spectral(groups[key.group])  # the kernels know no products but with roots
-        if polar or not (fits and suits(key.device, key.dtype, groups[key.group])):
+        other = key.modes and groups[key.group]["preconditioner"] != "shampoo"  # which the kernels do not know
+        if other or not (fits and suits(key.device, key.dtype, groups[key.group])):
             continue
         alike = key.group, key.device, key.dtype, key.method == "adagrad"
         most = max(1, LARGEST // math.prod(key.shape))

@@ -40,6 +40,7 @@ VARIANTS: dict[str, Options] = {
     "higher_order": {"root": "higher_order"},
     "minimax": {"root": "minimax"},
     "qr": {"root": "qr"},
+    "kl": {"preconditioner": "kl", "weight_decay": 0.1},
     "spectral": {"preconditioner": "spectral", "weight_decay": 0.1},
     "spectral, ungrafted": {"preconditioner": "spectral", "graft": None, "polar": "polar_express", "merge_dims": False},
     "spectral, whole": {

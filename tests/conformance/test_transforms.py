@@ -72,6 +72,8 @@ class Case:
         settings = {"eps": 1e-4, "state_dtype": dtype} | OPTIONS[options] | own
         if own.get("preconditioner") == "spectral":
             settings = {name: value for name, value in settings.items() if name not in OF_ROOTS}
+        if own.get("preconditioner") == "kl":
+            settings.pop("exponent", None)
         self.group = lather.Shampoo([torch.nn.Parameter(torch.zeros(1))], **settings).param_groups[0]
         self.slots = list(slots)
         shape, modes = STACKS[kind]

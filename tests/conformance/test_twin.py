@@ -364,6 +364,28 @@ def test_the_default_eps_where_factors_have_full_rank(graft: str | None) -> None
     race([(8, 6), (5, 3, 2), (4,)], options)
 
 
+# Factors that see the gradient preconditioned by each other.
+
+KL: dict[str, Options] = {
+    "plain": {},
+    "ungrafted": {"graft": None},
+    "sum": {"betas": (0.9, 1.0)},
+    "every step": {"precondition_frequency": 1, "graft": "sgd", "bias_correction": False},
+    "staggered": {"refresh": "staggered", "momentum": 0.9},
+    "delayed": {"refresh_delay": 1},
+    "diagonal": {"large_dim": "diagonal", "precondition_1d": True, "merge_dims": False},
+    "relative": {"damping": "relative"},
+}
+
+
+@pytest.mark.parametrize("case", KL)
+def test_kl(case: str) -> None:
+    given = {"lr": 0.03, "betas": (0.9, 0.95), "eps": 0.1, "precondition_frequency": 3, "max_preconditioner_dim": 4}
+    options = given | {"preconditioner": "kl"} | KL[case]
+    assert Race([(ZOO, options)], torch.float64).run(keep=0.8) <= 1e-10
+    assert Race([(ZOO, options)]).run(keep=0.8) <= 1e-3
+
+
 # Polar factors instead of roots.
 
 MUON: Options = {"lr": 0.03, "betas": (0.9, 0.95), "weight_decay": 0.1, "preconditioner": "spectral"}

@@ -43,6 +43,7 @@ CASES: dict[str, Case] = {
     "delayed": Case({"refresh_delay": 2, "refresh": "staggered"}, gaps=True),
     "track": Case({"root": "track"}, gaps=True),
     "minimax": Case({"root": "minimax"}, gaps=True),
+    "kl": Case({"preconditioner": "kl", "refresh": "staggered"} | MOMENTUM, gaps=True),
     "spectral": Case({"preconditioner": "spectral", "weight_decay": 0.1}, gaps=True),
     "spectral, ungrafted": Case(
         {"graft": None, "polar_scale": "original", "stages": 2} | SPECTRAL | MOMENTUM, spoilt=True

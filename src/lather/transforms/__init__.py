@@ -3,10 +3,11 @@
 from .base import Batch, Context, Due, Preconditioner, Stack, State, Transform
 from .diagonal import GRAFTS, Graft
 from .filter import filter_correction, filter_gradient, init_filter
+from .kl import KL
 from .kronecker import Kronecker, factors_of
 from .spectral import Spectral
 
-PRECONDITIONERS: dict[str, Transform] = {"shampoo": Kronecker(), "spectral": Spectral()}
+PRECONDITIONERS: dict[str, Transform] = {"shampoo": Kronecker(), "kl": KL(), "spectral": Spectral()}
 
 __all__ = [
     "GRAFTS",

@@ -20,7 +20,6 @@ FULL = "full"
 SMALLEST, LARGEST = 1 << 23, 1 << 24
 
 
-@final
 @dataclass(frozen=True)
 class Kronecker(Preconditioner):
     """``L_i <- beta2 L_i + (1 - beta2) G_i G_i^T``, ``X_i = (L_i / bc2 + eps I)^(-e)``, ``P = u x_1 X_1 ... x_k X_k``.
@@ -53,13 +52,17 @@ class Kronecker(Preconditioner):
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
         beta2 = ctx.group["betas"][1]
         for i in range(grad.dim() - 1):
-            factor = state[f"L{i}"]
-            new = gram(grad, i) if is_full(state, i) else gram_diagonal(grad, i)
+            factor, seen = state[f"L{i}"], self.seen_by(state, grad, i)
+            new = gram(seen, i) if is_full(state, i) else gram_diagonal(seen, i)
             new = pack(new) if is_packed(state, i) else new
             if beta2 == 1:
                 factor.add_(new)
             else:
                 ema_(factor, new, ctx.weight(beta2))
+
+    def seen_by(self, state: State, grad: Tensor, mode: int) -> Tensor:
+        """The gradient whose products a mode's factor takes in."""
+        return grad
 
     def batches(self, due: Sequence[Due], exact: bool = False) -> Iterator[Batch]:
         """Factors of one size are solved together, whatever block they belong to, in batches of bounded size."""
