@@ -75,7 +75,7 @@ TRAINERS: list[tuple[str, int, Case]] = [
     ("hsdp22", 2, EVERYTHING),
 ]
 EVERY_OPTION = ("ddp2", "fsdp3")
-EVERY_LAYOUT = ("base", "everything", "nan", "bfloat16, int8 wire", "split", "spectral, whole", "tiny")
+EVERY_LAYOUT = ("base", "everything", "nan", "bfloat16, int8 wire", "tiny")
 MANY = [layout for layout in LAYOUTS if layout != "one"]
 PAIRS = [
     (layout, name)
