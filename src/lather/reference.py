@@ -7,6 +7,7 @@ so that where the two agree neither is likely to be wrong. `Reference._step_bloc
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -120,6 +121,7 @@ def best_quintic(low: float, high: float) -> tuple[float, float, float]:
     return a, b, c
 
 
+@cache
 def quintics(name: str, steps: int = 5, lower: float = 1e-3) -> list[tuple[float, float, float]]:
     """What singular values go through, one polynomial after the other."""
     if name == "newton_schulz":
@@ -144,7 +146,7 @@ def polar_factor(g: Tensor, how: str) -> Tensor:
         h = (s > max(u.shape[0], vh.shape[1]) * torch.finfo(s.dtype).eps * s.max()).to(s)
     else:
         h = s / s.norm() if s.any() else s
-        for a, b, c in quintics(name, **options):  # type: ignore[arg-type]
+        for a, b, c in quintics(name, **options):
             h = a * h + b * h**3 + c * h**5
     factor: Tensor = u @ torch.diag(h) @ vh
     return factor.reshape(g.shape)
