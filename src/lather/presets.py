@@ -171,34 +171,18 @@ def from_adamw(
     return _shampoo(dict(locals()), graft="adam", weight_decay_mode="decoupled")
 
 
-def low_memory(
-    params: Any,
-    lr: float | Tensor = 1e-3,
-    betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
-    amsgrad: bool = False,
-    *,
-    maximize: bool = False,
-    foreach: bool | None = None,
-    capturable: bool = False,
-    differentiable: bool = False,
-    fused: bool | None = None,
-    **options: Any,
-) -> Shampoo:
+def low_memory(params: Any, *arguments: Any, **options: Any) -> Shampoo:
     """:func:`from_adamw` with the smallest state that keeps its averages in float32.
 
     ``factors="packed"`` and ``root_dtype="bfloat16"``: 4 times a square parameter instead of 6 (AdamW has 2). Other recipes
-    take the same two options. Large embeddings and heads cost most and gain least: :func:`route` gives them AdamW's state.
+    take the same two options. Large embeddings and heads cost most: :func:`route` gives them AdamW's state.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(64, 64, bias=False)
     >>> [make(model.parameters()).plan().state_bytes / model.weight.nbytes for make in (lather.from_adamw, lather.low_memory)]
     [6.0, 4.015625]
     """
-    return _shampoo(
-        dict(locals()), graft="adam", weight_decay_mode="decoupled", factors="packed", root_dtype="bfloat16"
-    )
+    return from_adamw(params, *arguments, **{"factors": "packed", "root_dtype": "bfloat16"} | options)
 
 
 def _shampoo(given: dict[str, Any], **recipe: Any) -> Shampoo:

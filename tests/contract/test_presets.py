@@ -62,7 +62,7 @@ def assert_close(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("make", "torch_class"), PRESETS, ids=lambda x: x.__name__)
+@pytest.mark.parametrize(("make", "torch_class"), PRESETS[:-1], ids=lambda x: x.__name__)  # the last passes them on
 def test_signature_is_torchs(make: Make, torch_class: type) -> None:
     def arguments(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
         known = inspect.signature(function).parameters.values()
