@@ -124,8 +124,7 @@ def run_plan(args: argparse.Namespace) -> str:
         raise UserError(error) from error
     if args.json:
         return json.dumps([{"ranks": ranks, **row.to_dict()} for ranks, row in rows.items()], indent=2)
-    numel = sum(math.prod(shape) for shape in args.shapes.values())
-    return f"{numel:,} parameters in {len(args.shapes)} tensors, {args.shard}\n\n{scale_table(rows)}"
+    return f"{shapes.num_params(args.shapes):,} parameters in {len(args.shapes)} tensors, {args.shard}\n\n{scale_table(rows)}"
 
 
 def run_options(args: argparse.Namespace) -> str:

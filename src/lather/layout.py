@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .blocks import Axis, Layout, Region
+from .blocks import Axis, Layout
 
 
 def check_parameter(param: Tensor, name: str) -> None:
@@ -92,12 +92,6 @@ def describe(param: Tensor) -> str:
         dtensor = cast(Any, param)
         text += f" as {tuple(dtensor.placements)} over {tuple(dtensor.device_mesh.shape)}"
     return text
-
-
-def stored_regions(param: Tensor, ranks: Sequence[int]) -> dict[int, Region]:
-    """The region of the global parameter that each rank stores. ``ranks`` is the world of a plain tensor."""
-    owners, layout = layout_of(param, ranks)
-    return {rank: layout.region(tuple(param.shape), cell) for cell, rank in enumerate(owners)}
 
 
 def is_regular(tensor: Tensor) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lather.layout import stored_regions
+from lather.layout import layout_of
 
 from .cases import LAYOUTS, lay_out, places
 from .harness import Pools
@@ -17,7 +17,8 @@ def regions_against_torch(layout: str) -> list[str]:
     model, mine = lay_out(layout, "toy", lambda _, shape: torch.zeros(shape)), places(layout, "toy")
     wrong = []
     for name, p in model.named_parameters():
-        region = stored_regions(p, range(dist.get_world_size()))[dist.get_rank()]
+        ranks, layout_ = layout_of(p, range(dist.get_world_size()))
+        region = layout_.region(tuple(p.shape), list(ranks).index(dist.get_rank()))
         numbers = torch.arange(p.numel()).view(p.shape)[tuple(map(slice, region.start, region.stop))]
         if not torch.equal(numbers, mine[name]):
             wrong.append(name)
