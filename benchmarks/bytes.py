@@ -85,6 +85,7 @@ def train(options: Options, data: dict[str, Tensor], size: dict[str, int], steps
             with torch.no_grad():
                 nats = torch.stack([loss_of(model, *batch) for batch in held]).mean().item()
             curve.append(round(nats / math.log(2), 4))
+            print(f"step {step}: {curve[-1]}", file=sys.stderr, flush=True)
     wall = (common.now() - begin) / 1e3
     return {"bits_per_byte": curve, "wall_s": round(wall, 1), "state_mib": common.state_mib(opt)}
 
