@@ -146,7 +146,7 @@ class Bank:
 
 
 def started_slots(ctx: Context) -> list[bool]:
-    """Slots that have reached ``start_preconditioning_step``. Its default, the frequency, says when roots are first due and
+    """Slots that have reached ``start_preconditioning_step``. Its default, the first period, says when roots are first due and
     no more: a frequency that is raised later does not take roots away."""
     start = ctx.group["start_preconditioning_step"]
     return [start is None or t >= start for t in ctx.steps]
@@ -156,13 +156,12 @@ def due_slots(
     numbers: Sequence[int], ctx: Context, active: Sequence[bool], offsets: Mapping[int, int] | None
 ) -> list[int]:
     """The slots to refresh in this step, of blocks with these numbers."""
-    start, frequency = options.start_step(ctx.group), ctx.group["precondition_frequency"]
-    if offsets is None and ctx.uniform and not is_due(ctx.steps[0], start, frequency, None):
+    if offsets is None and ctx.uniform and not is_due(ctx.steps[0], ctx.group, None):
         return []
     return [
         slot
         for slot, (number, t) in enumerate(zip(numbers, ctx.steps, strict=True))
-        if active[slot] and is_due(t, start, frequency, None if offsets is None else offsets[number])
+        if active[slot] and is_due(t, ctx.group, None if offsets is None else offsets[number])
     ]
 
 

@@ -23,7 +23,7 @@ from . import rules
 from .aside import branching, side_by_side, stream_of
 from .bank import Refresh, amortised_of, due_slots, graft_of, late_slots, refresh, started_slots
 from .linalg import from_host, holding
-from .options import root_dtype, start_step
+from .options import root_dtype
 from .roots import are_products_exact
 from .schedule import is_due
 from .store import Arena
@@ -157,7 +157,7 @@ class Fleet:
         """Whether it is plain to see that no root is due."""
         if not ctx.uniform or call.offsets is not None or call.group["refresh_delay"]:
             return False
-        return not is_due(ctx.steps[0], start_step(call.group), call.group["precondition_frequency"], None)
+        return not is_due(ctx.steps[0], call.group, None)
 
     def _replay(self, key: Hashable, launch: Callable[[], Tensor | None]) -> Tensor | None:
         return launch() if self._graphs is None else self._graphs.run((id(self), key), launch)

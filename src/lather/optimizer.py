@@ -68,6 +68,7 @@ class Shampoo(torch.optim.Optimizer):
         precondition_1d: bool = False,
         precondition_frequency: int = 10,
         start_preconditioning_step: float | None = None,
+        refresh_warmup: float = 0.0,
         refresh: str = "together",
         refresh_delay: int = 0,
         root_device: str | None = None,

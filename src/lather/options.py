@@ -198,7 +198,8 @@ OPTIONS: dict[str, Option] = {
     "split_dim": Option(0, _count(0), "the dimension that `split` cuts", structural=True),
     "precondition_1d": Option(False, _bool, "give vectors a full matrix of their own", structural=True),
     "precondition_frequency": Option(10, _count(1), "steps between refreshes of a block's roots"),
-    "start_preconditioning_step": Option(None, _optional(_count(1, infinite=True)), "first preconditioned step; default `precondition_frequency`, for `\"spectral\"` 1; infinity: never"),
+    "start_preconditioning_step": Option(None, _optional(_count(1, infinite=True)), "first preconditioned step; default `precondition_frequency`, with `refresh_warmup` 1, for `\"spectral\"` 1; infinity: never"),
+    "refresh_warmup": Option(0.0, _number(0, 1), "refreshes more often at first, so that no root is older than this part of the steps taken (0.1: every step up to the 19th, every 2 up to the 39th, every 4 ...); not with `refresh_delay`"),
     "refresh": Option("together", _choice("together", "staggered"), "refresh all blocks at once, or spread them over the period, with the same work in every step that has some"),
     "refresh_delay": Option(0, _count(0), "steps from a refresh to the first use of its roots. Until then they are computed beside the training, on a CUDA device by a stream of its own; takes the memory of the roots once more"),
     "root_device": Option(None, _root_device, "`\"cpu\"`: compute roots on the host, for a device without a solver; with `refresh_delay`, in a thread. No effect where parameters are on the host"),
@@ -227,6 +228,7 @@ OF_ROOTS = (
     "exponent",
     "exponent_multiplier",
     "damping",
+    "refresh_warmup",
     "refresh",
     "refresh_delay",
     "root_device",
@@ -262,6 +264,11 @@ def check_values(group: dict[str, Any], seen: dict[str, Any] | None = None) -> N
             f"refresh_delay={group['refresh_delay']} must be less than precondition_frequency={group['precondition_frequency']}: "
             "roots would be computed anew before they are used; lower the delay or raise the frequency"
         )
+    if group["refresh_delay"] and group["refresh_warmup"]:
+        raise ValueError(
+            f"refresh_warmup={group['refresh_warmup']} does not go with refresh_delay={group['refresh_delay']}: "
+            "roots would be computed anew before they are used; set one of them to 0"
+        )
     if group["root"] != "auto" and not {"root", "exponent", "exponent_multiplier"}.isdisjoint(changed):
         _check_exponents(group)
     seen.update({name: group[name] for name in changed})
@@ -286,8 +293,8 @@ def _refuse_without_effect(group: Mapping[str, Any]) -> None:
          f"with graft={group['graft']!r}; only 'adam' and 'rmsprop' use it"),
         ("graft_eps", group["graft_eps"] != OPTIONS["graft_eps"].default and group["graft"] in ("sgd", None)
          and group["large_dim"] != "adagrad", f"with graft={group['graft']!r}; it has no denominator"),
-        ("refresh_delay", group["refresh_delay"] > 0 and group["start_preconditioning_step"] == math.inf,
-         "with start_preconditioning_step=inf; nothing is ever refreshed"),
+        *((name, group[name] > 0 and group["start_preconditioning_step"] == math.inf,
+           "with start_preconditioning_step=inf; nothing is ever refreshed") for name in ("refresh_delay", "refresh_warmup")),
         ("split_dim", group["split_dim"] != 0 and group["split"] is None, "without split"),
         ("exponent_multiplier", group["exponent_multiplier"] != 1 and isinstance(group["exponent"], (int, float)),
          "beside exponent, which replaces the default that it multiplies"),
@@ -349,11 +356,6 @@ def graft_beta2(group: Mapping[str, Any]) -> float:
     if group["graft_beta2"] is not None:
         return float(group["graft_beta2"])
     return 0.999 if group["betas"][1] == 1 else float(group["betas"][1])
-
-
-def start_step(group: Mapping[str, Any]) -> float:
-    start = group["start_preconditioning_step"]
-    return float(group["precondition_frequency"] if start is None else start)
 
 
 def state_dtype(group: Mapping[str, Any]) -> torch.dtype:

@@ -26,6 +26,7 @@ DEFAULTS: dict[str, Any] = {
     "batch_dims": 0, "precondition_1d": False,
     "split": None, "split_dim": 0,  # parts, or their sizes
     "precondition_frequency": 10, "start_preconditioning_step": None,  # None: the frequency; math.inf: never
+    "refresh_warmup": 0.0,  # roots are at most this part of all steps old
     "refresh": "together", "refresh_delay": 0, "on_nonfinite": "skip",
     "root_dtype": None, "factors": "full",  # the name of what roots are rounded to; how factors are kept, of no effect here
 }
@@ -255,9 +256,13 @@ class Reference:
     def _due(self, t: int, key: tuple[int, int]) -> bool:
         """When roots are refreshed."""
         every, start = self.options["precondition_frequency"], self.options["start_preconditioning_step"]
+        if warmup := self.options["refresh_warmup"]:
+            start = 1 if start is None else start
+            powers = [2**k for k in range(64) if 2**k <= warmup * t]
+            every = min(every, max(powers, default=1))
         start = every if start is None else start
         if self.options["refresh"] == "staggered":
-            return bool(t >= start and t % every == self.offsets[key])
+            return bool(t >= start and t % every == self.offsets[key] % every)
         return bool(t == start or (t > start and t % every == 0))
 
     def _step_block(self, block: Block, w: Tensor, g: Tensor, t: int, due: bool) -> None:

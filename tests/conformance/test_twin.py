@@ -81,6 +81,9 @@ VARIANTS: dict[str, Options] = {
     "packed": {"factors": "packed"},
     "staggered": {"refresh": "staggered"},
     "staggered late": {"refresh": "staggered", "start_preconditioning_step": 5, "precondition_frequency": 7},
+    "warmed up": {"refresh_warmup": 0.25},
+    "warmed up late": {"refresh_warmup": 0.5, "start_preconditioning_step": 3, "precondition_frequency": 5},
+    "warmed up, staggered": {"refresh_warmup": 0.25, "refresh": "staggered"},
     "delayed": {"refresh_delay": 2},
     "delayed, staggered": {"refresh_delay": 3, "refresh": "staggered", "precondition_frequency": 4},
 }
@@ -248,6 +251,7 @@ LIVE: dict[str, dict[int, Options]] = {
     "graft_eps": {5: {"graft_eps": 1e-2}},
     "graft_beta2": {5: {"graft_beta2": 0.7}},
     "more often": {8: {"precondition_frequency": 2}},
+    "warm-up on and off": {4: {"refresh_warmup": 0.5}, 9: {"refresh_warmup": 0.0}},
     "delay on": {6: {"refresh_delay": 2}},
     "delay on and off": {1: {"refresh_delay": 1}, 6: {"refresh_delay": 0}, 9: {"refresh_delay": 2}},
     "less often": {10: {"precondition_frequency": 5}},

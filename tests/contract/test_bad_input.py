@@ -169,9 +169,16 @@ IDLE: list[tuple[str, dict[str, Any]]] = [
     ("root", {"root": "eigh", "preconditioner": "spectral"}),
     ("exponent", {"exponent": 0.5, "preconditioner": "spectral"}),
     ("refresh", {"refresh": "staggered", "preconditioner": "spectral"}),
+    ("refresh_warmup", {"refresh_warmup": 0.1, "preconditioner": "spectral"}),
+    ("refresh_warmup", {"refresh_warmup": 0.1, "start_preconditioning_step": math.inf}),
     ("factors", {"factors": "packed", "preconditioner": "spectral"}),
     ("large_dim", {"large_dim": "diagonal", "preconditioner": "spectral"}),
 ]
+
+
+def test_warm_up_and_delay_do_not_go_together() -> None:
+    with pytest.raises(ValueError, match=r"refresh_warmup=0\.1 does not go with refresh_delay=2"):
+        lather.Shampoo([nn.Parameter(torch.ones(2, 2))], refresh_warmup=0.1, refresh_delay=2)
 
 
 @pytest.mark.parametrize(("name", "options"), IDLE, ids=str)

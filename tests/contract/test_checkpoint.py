@@ -92,6 +92,7 @@ CASES: list[dict[str, Any]] = [
     {"factors": "packed", "large_dim": "diagonal", "refresh": "staggered"},
     {"root_dtype": "bfloat16", "momentum": 0.9},
     {"refresh_delay": 2},
+    {"refresh_warmup": 0.2},
     {"refresh_delay": 1, "refresh": "staggered", "root": "track", "root_device": "cpu"},
     {"root_dtype": torch.float32, "state_dtype": "bfloat16", "factors": "packed", "root": "qr"},
     {"preconditioner": "kl", "refresh_delay": 1, "factors": "packed", "large_dim": "diagonal"},

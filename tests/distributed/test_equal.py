@@ -40,6 +40,7 @@ CASES: dict[str, Case] = {
     "bfloat16 state": Case({"state_dtype": "bfloat16"} | MOMENTUM),
     "bfloat16 roots": Case({"root_dtype": "bfloat16"}),
     "packed": Case({"factors": "packed", "refresh": "staggered"}, gaps=True),
+    "warmed up": Case({"refresh_warmup": 0.3, "refresh": "staggered"}, gaps=True),
     "delayed": Case({"refresh_delay": 2, "refresh": "staggered"}, gaps=True),
     "track": Case({"root": "track"}, gaps=True),
     "minimax": Case({"root": "minimax"}, gaps=True),
