@@ -262,7 +262,11 @@ def _muon(given: Mapping[str, Any]) -> dict[str, Any]:
     scale = given["adjust_lr_fn"]
     if scale not in (None, "original", "match_rms_adamw"):
         raise ValueError(f"adjust_lr_fn={scale!r} is not valid: it must be None, 'original' or 'match_rms_adamw'")
-    grafted = given.get("graft") is not None  # then lengths are the graft's
+    graft = given.get("graft")
+    if graft is not None and scale is not None:
+        raise ValueError(
+            f"adjust_lr_fn={scale!r} has no effect with graft={graft!r}, whose lengths directions have; leave one out"
+        )
     recipe = {
         "preconditioner": "spectral",
         "graft": None,
@@ -271,7 +275,7 @@ def _muon(given: Mapping[str, Any]) -> dict[str, Any]:
         "beta3": mu**2 if inside else None,
         "bias_correction": False,
         "polar": _newton_schulz(given),
-        "polar_scale": scale if grafted else scale or "original",
+        "polar_scale": None if graft is not None else scale or "original",
         "weight_decay_mode": "decoupled",
     }
     return recipe | {name: value for name, value in given.items() if name not in MUON}
@@ -294,14 +298,15 @@ def _muon_groups(params: Any, given: dict[str, Any], beside: dict[str, Any]) -> 
         items = [{"params": items}]
     found = []
     for group in items:
+        if not isinstance(group, dict):
+            return items  # as above
         own = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         matrices, others = _sorted(group, given | own)
         if matrices or not others:
-            found.append({"params": matrices} | own | _muon(given | own))
+            found.append({"params": matrices} | _muon(given | own))
         if others:
-            elementwise = {"preconditioner": None, "graft": "adam", "weight_decay_mode": "decoupled"} | BESIDE | beside
             carried = _carry({name: value for name, value in own.items() if name not in MUON or name == "eps"})
-            found.append({"params": others} | elementwise | carried)
+            found.append({"params": others, "preconditioner": None, "graft": "adam"} | BESIDE | beside | carried)
     return found
 
 
@@ -330,6 +335,8 @@ def _order(item: Any, batch_dims: int) -> int:
 
 def _checked(adamw: Mapping[str, Any]) -> dict[str, Any]:
     known = {*ADAMW, *SAME_RESULT, *REFUSED, *OPTIONS, "factor_eps"}
+    if not isinstance(adamw, Mapping):
+        raise ValueError(f"adamw={adamw!r} must be a mapping such as {{'lr': 3e-4, 'betas': (0.9, 0.95)}}")
     for name in adamw:
         if name not in known:
             raise ValueError(
