@@ -1,8 +1,9 @@
 """Recipes of torch's optimizers, carried over to :class:`Shampoo`.
 
 A preset takes the arguments of torch's class, with its defaults, and then any options of ``Shampoo``, which win over what
-the preset chose. That holds for param groups too. One name has two meanings: ``eps`` is torch's here, ``graft_eps`` in
-``Shampoo``; the damping of the factors, which ``Shampoo`` calls ``eps``, is ``factor_eps``.
+the preset chose. That holds for param groups too. Names that torch has are torch's: ``eps`` is ``graft_eps`` in ``Shampoo``
+(in :func:`muon`, like ``momentum`` and ``nesterov``, something else again); the damping of the factors, which ``Shampoo``
+calls ``eps``, is ``factor_eps``.
 """
 
 from __future__ import annotations

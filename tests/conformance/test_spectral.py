@@ -274,7 +274,7 @@ def test_is_torchs_muon(shape: tuple[int, int], nesterov: bool, scale: str) -> N
 
 
 def test_muon_beside_adamw() -> None:
-    """The recipe of docs/algorithm.md: one optimizer, two groups."""
+    """One optimizer, two groups, as `lather.muon` makes them."""
     start = [torch.randn(12, 8), torch.randn(20, 6), torch.randn(5)]
     ours, theirs = ([torch.nn.Parameter(x.clone()) for x in start] for _ in range(2))
     adamw = {"preconditioner": None, "lr": 3e-3, "betas": (0.9, 0.95), "beta3": None, "graft": "adam"}
