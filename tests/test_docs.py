@@ -31,10 +31,13 @@ def test_readme_snippets_run(capsys):
 
 
 def test_recipes_run(capsys):
-    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), flags=re.S)
-    exec(compile(snippet, "recipes.md", "exec"), {})
+    scope: dict[str, object] = {}
+    for snippet in re.findall(r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), flags=re.S):
+        exec(compile(snippet, "recipes.md", "exec"), scope)
     out = capsys.readouterr().out
     assert "kind: embedding" in out and r"rule 1: qkv\.weight" in out
+    assert re.search(r"qkv\.weight +192 x 64 +spectral +3 of 64 x 64", out)
+    assert re.search(r"head\.weight +1000 x 64 +adam", out)
 
 
 def test_options_page_is_current(capsys):

@@ -4,7 +4,7 @@ from ._version import __version__
 from .health import NumericalWarning
 from .optimizer import Shampoo
 from .plan_report import PlanReport, plan
-from .presets import from_adagrad, from_adam, from_adamw, from_sgd, low_memory
+from .presets import from_adagrad, from_adam, from_adamw, from_sgd, low_memory, muon
 from .roots import Eigh, HigherOrder, Minimax, Newton, NewtonSchulz, PolarExpress, Qr, Svd, Track
 from .routing import route
 
@@ -27,6 +27,7 @@ __all__ = [
     "from_adamw",
     "from_sgd",
     "low_memory",
+    "muon",
     "plan",
     "route",
 ]

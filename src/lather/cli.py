@@ -142,17 +142,18 @@ def refuse(unknown: str, names: Iterable[str]) -> None:
     raise UserError(f"unknown argument {unknown!r}; {hint}")
 
 
-def whole(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise ValueError
+def whole(text: str, low: int = 0) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = low - 1
+    if number < low:
+        raise argparse.ArgumentTypeError(f"{text.strip()!r} is not a whole number of at least {low}")
     return number
 
 
 def positive(text: str) -> int:
-    if not whole(text):
-        raise ValueError
-    return int(text)
+    return whole(text, 1)
 
 
 def parse_value(text: str) -> Any:
@@ -196,6 +197,6 @@ def parse_shapes(text: str) -> dict[str, tuple[int, ...]]:
             raise argparse.ArgumentTypeError(f"{item.strip()!r} is not a new name with a shape, such as w=64x32")
         try:
             found[name] = tuple(whole(dim) for dim in dims.split("x"))
-        except ValueError:
+        except argparse.ArgumentTypeError:
             raise argparse.ArgumentTypeError(f"{dims!r} is not a shape, such as 64x32") from None
     return found

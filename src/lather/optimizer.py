@@ -114,12 +114,13 @@ class Shampoo(torch.optim.Optimizer):
                 refuse_flags({name: param_group.pop(name)})
             elif guess := closest(name):
                 raise ValueError(f"param group has the unknown option {name!r}; did you mean {guess!r}?")
+        own = OPTIONS.keys() & set(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for flag in FLAGS:  # torch's own defaults may bring one along
             group.pop(flag, None)
         try:
-            check_options(group)
+            check_options(group, own, self.defaults)
             for position, param in enumerate(group["params"]):
                 name = census.name_of(group, len(self.param_groups) - 1, position)
                 check_parameter(param, name)

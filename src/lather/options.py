@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -185,7 +185,7 @@ OPTIONS: dict[str, Option] = {
     "exponent": Option(None, _optional(_exponent), "root exponent for all modes, or `{order: exponent}`; default `1 / (2 order)`, always `1 / 2` for `\"kl\"`; 0 leaves modes alone"),
     "exponent_multiplier": Option(1.0, _number(0, open_low=True), "multiplies the default exponent (1.82 in the paper for fully connected networks)"),
     "root": Option("auto", _root, "root solver: `\"auto\"`, `\"eigh\"`, `\"newton\"`, `\"higher_order\"`, `\"minimax\"`, `\"qr\"`, `\"track\"` or a solver object"),
-    "polar": Option("newton_schulz", _polar, "how `\"spectral\"` orthogonalises: `\"newton_schulz\"` (Muon's quintic, `steps=5`), `\"polar_express\"` (the best quintics, `steps=5, lower=1e-3`), `\"svd\"` (exact, slow) or an object"),
+    "polar": Option("newton_schulz", _polar, "how `\"spectral\"` orthogonalises: `\"newton_schulz\"` (Muon's quintic, `steps=5`, with other `coefficients` if given), `\"polar_express\"` (the best quintics, `steps=5, lower=1e-3`), `\"svd\"` (exact, slow) or an object"),
     "polar_scale": Option(None, _polar_scale, "what `\"spectral\"` without a graft multiplies directions by: `\"original\"` `sqrt(max(1, rows / columns))`, `\"match_rms_adamw\"` `0.2 sqrt(max(rows, columns))`; default: nothing"),
     "graft": Option("adam", _choice("adam", "rmsprop", "adagrad", "sgd", None), "method whose step size is taken over", structural=True),
     "graft_beta2": Option(None, _optional(_number(0, 1)), "decay of the graft's second moment; default `betas[1]`, 0.999 when that is 1"),
@@ -244,10 +244,19 @@ def refuse_flags(given: Mapping[str, Any]) -> None:
             raise ValueError(f"{flag}=True is not implemented by Shampoo; leave it out")
 
 
-def check_options(group: dict[str, Any]) -> None:
-    """Validate and normalise the options that a user gave a param group."""
+def check_options(group: dict[str, Any], own: Collection[str] = (), defaults: Mapping[str, Any] | None = None) -> None:
+    """Validate and normalise the options that a user gave a param group: its ``own``, and for the rest the ``defaults``.
+
+    An option that would do nothing is a mistake the user should hear about, unless it is a default that is there for others.
+    """
     check_values(group)
-    _refuse_without_effect(group)
+    idle = _without_effect(group)
+    if idle and defaults is not None:
+        usual = dict(defaults)
+        check_values(usual)
+        idle = {name: why for name, why in idle.items() if name in own or name in _without_effect(usual)}
+    for name, why in idle.items():
+        raise ValueError(f"{name}={group[name]!r} has no effect {why}; remove it or change the other option")
 
 
 def check_values(group: dict[str, Any], seen: dict[str, Any] | None = None) -> None:
@@ -282,8 +291,8 @@ def _check_exponents(group: Mapping[str, Any]) -> None:
             solver.check(e)
 
 
-def _refuse_without_effect(group: Mapping[str, Any]) -> None:
-    """An option that would do nothing is a mistake the user should hear about."""
+def _without_effect(group: Mapping[str, Any]) -> dict[str, str]:
+    """Options that do nothing beside the others, and why."""
     no_filter, no_momentum = group["betas"][0] == 0, group["momentum"] == 0
     idle = [
         ("beta3", group["beta3"] is not None and no_filter, "without betas[0] > 0"),
@@ -312,9 +321,11 @@ def _refuse_without_effect(group: Mapping[str, Any]) -> None:
          and group["start_preconditioning_step"] != math.inf,
          f"with graft={group['graft']!r}, which decides how long directions are"),
     ]  # fmt: skip
+    found: dict[str, str] = {}
     for name, useless, why in idle:
         if useless:
-            raise ValueError(f"{name}={group[name]!r} has no effect {why}; remove it or change the other option")
+            found.setdefault(name, why)
+    return found
 
 
 def idle_on(device: str, group: Mapping[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ One tensor, one block at a time, in float64. Nothing here is fast and nothing is
 so that where the two agree neither is likely to be wrong. `Reference._step_block` is "One step of one block", line by line.
 """
 
+import ast
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -123,10 +124,12 @@ def best_quintic(low: float, high: float) -> tuple[float, float, float]:
 
 
 @cache
-def quintics(name: str, steps: int = 5, lower: float = 1e-3) -> list[tuple[float, float, float]]:
+def quintics(
+    name: str, steps: int = 5, lower: float = 1e-3, coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+) -> list[tuple[float, float, float]]:
     """What singular values go through, one polynomial after the other."""
     if name == "newton_schulz":
-        return [(3.4445, -4.7750, 2.0315)] * steps
+        return [coefficients] * steps
     found, low, high = [], lower, 1.0
     for _ in range(steps):
         a, b, c = best_quintic(low, 1.01 * high)
@@ -138,15 +141,15 @@ def quintics(name: str, steps: int = 5, lower: float = 1e-3) -> list[tuple[float
 
 def polar_factor(g: Tensor, how: str) -> Tensor:
     """U h(S) V^T of g = U S V^T, its first mode against the rest; h is what `how` spells, such as "polar_express(steps=6)"."""
-    name, _, given = how.rstrip(")").partition("(")
-    options = {
-        key: float(value) if key == "lower" else int(value) for key, value in re.findall(r"(\w+)=([^,]+)", given)
-    }
+    name, _, given = how.partition("(")
+    found = re.findall(r"(\w+)=(\(.*?\)|[^,)]+)", given)
+    options = {key: ast.literal_eval(value) for key, value in found}
+    eps = options.pop("eps", 0.0)
     u, s, vh = torch.linalg.svd(g.reshape(g.shape[0], -1), full_matrices=False)
     if name == "svd":
         h = (s > max(u.shape[0], vh.shape[1]) * torch.finfo(s.dtype).eps * s.max()).to(s)
     else:
-        h = s / s.norm() if s.any() else s
+        h = s / s.norm().clamp(min=eps) if s.any() else s
         for a, b, c in quintics(name, **options):
             h = a * h + b * h**3 + c * h**5
     factor: Tensor = u @ torch.diag(h) @ vh

@@ -22,15 +22,18 @@ KINDS: dict[str, Options] = {
     "bias": {"weight_decay": 0.0},
 }
 NOTHING: Mapping[str, Options] = {}
+WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")  # of torch's, in names
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
 @dataclass
 class _Named:
-    """A parameter with all its names, and the modules that it is part of: several if it is tied."""
+    """A parameter with all its names, and the modules that it is part of: several if it is tied. ``plain`` are the names
+    without what ``torch.compile`` and other wrappers put into them."""
 
     param: Tensor
     names: list[str]
+    plain: list[str] = field(default_factory=list)
     owners: list[nn.Module] = field(default_factory=list)
     head: bool = False
 
@@ -41,7 +44,7 @@ def route(
     """Param groups for :class:`Shampoo` or a preset, from ordered rules ``(regular expression, options)``.
 
     A parameter takes the options of the first rule that is found (``re.search``) in its name, or in one of its names if it is
-    tied. A rule without any parameter is an error. What no rule takes goes by its kind, if ``model`` is a module:
+    tied; what ``torch.compile``, DDP and activation checkpointing add to names does not count. A rule without any parameter is an error. What no rule takes goes by its kind, if ``model`` is a module:
 
     | kind | is | options |
     |---|---|---|
@@ -85,6 +88,11 @@ def route(
     return [{"params": part, **options[key], "rule": _label(key, patterns)} for key, part in parts.items() if part]
 
 
+def is_kind(group: Mapping[str, Any]) -> bool:
+    """Whether a group was made for a kind of parameters."""
+    return str(group.get("rule", "")).startswith("kind: ")
+
+
 def _label(key: int | str | None, patterns: Sequence[re.Pattern[str]]) -> str:
     if key is None:
         return "no rule"
@@ -105,6 +113,10 @@ def _census(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[_Named]:
             )
         name, param = pair
         found.setdefault(id(param), _Named(param, [])).names.append(name)
+    wrapped = all(WRAPPERS.sub("", name).startswith("module.") for name, _ in pairs)  # DDP's name for all of the model
+    for item in found.values():
+        names = [WRAPPERS.sub("", name) for name in item.names]
+        item.plain = [name.removeprefix("module.") for name in names] if wrapped else names
     if isinstance(model, nn.Module):
         _look_at_modules(model, found)
     return list(found.values())
@@ -190,7 +202,7 @@ def _check_options(options: Any, where: str) -> None:
 
 
 def _matches(pattern: re.Pattern[str], item: _Named) -> bool:
-    return any(pattern.search(name) for name in item.names)
+    return any(pattern.search(name) for name in (*item.names, *item.plain))
 
 
 def _first(patterns: Sequence[re.Pattern[str]], item: _Named) -> int | None:
@@ -203,7 +215,9 @@ def _unused(number: int, patterns: Sequence[re.Pattern[str]], found: Sequence[_N
     if takers := {_first(patterns, item) for item in found if _matches(patterns[number], item)}:
         before = ", ".join(f"rule {i + 1}" for i in range(number) if i in takers)
         return f"{rule} has no effect: {before} comes first and takes all that it matches; put it before that"
-    names = [name for item in found for name in item.names]
+    if not found:
+        return f"{rule} matches no parameter: there are none at all"
+    names = [name for item in found for name in item.plain]
     near = difflib.get_close_matches(
         re.sub(r"[\\^$*+?()\[\]{}|]", "", patterns[number].pattern), names, n=3, cutoff=0.0
     )

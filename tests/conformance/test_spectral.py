@@ -135,6 +135,26 @@ def test_the_best_quintics_survive_rounding(bits: int, rank: int) -> None:
 # Coefficients.
 
 
+def test_coefficients_are_kept_as_a_string() -> None:
+    way = lather.NewtonSchulz(3, [2, -1.5, 0.5], 1e-7)  # type: ignore[arg-type]
+    assert way.coefficients == (2.0, -1.5, 0.5)
+    assert spell(way) == "newton_schulz(steps=3, coefficients=(2.0, -1.5, 0.5), eps=1e-07)"
+    assert parse_polar(spell(way)) == way
+    assert lather.NewtonSchulz(coefficients=(3.4445, -4.775, 2.0315)) == lather.NewtonSchulz()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_eps_is_the_least_norm(dtype: torch.dtype) -> None:
+    """Each slot for itself; below it a gradient counts as so much smaller, down to the smallest there are."""
+    way, plain = lather.NewtonSchulz(steps=1, coefficients=(1, 0, 0), eps=1e-7), lather.NewtonSchulz()
+    g = spectra(4, 8, 5, low=0.1, dtype=dtype)
+    sizes = torch.tensor([1.0, 1e-6, 1e-8, 1e-38], dtype=dtype)[:, None, None]
+    torch.testing.assert_close(way(sizes * g), (sizes / 1e-7).clamp(max=1) * g, rtol=1e-5, atol=1e-12)
+    loud = lather.NewtonSchulz(eps=1e-7)
+    assert torch.equal(loud((sizes * g)[:2]), plain((sizes * g)[:2]))
+    assert not loud(torch.zeros(2, 3, 4, dtype=dtype)).any()
+
+
 def test_each_step_is_the_best_for_its_interval() -> None:
     """The error of the best polynomial is the same, up to sign, at four points: the ends and between them."""
     low, high = 1e-3, 1.0
@@ -254,7 +274,7 @@ def test_is_torchs_muon(shape: tuple[int, int], nesterov: bool, scale: str) -> N
 
 
 def test_muon_beside_adamw() -> None:
-    """The recipe of docs/algorithm.md: one optimizer, two groups."""
+    """One optimizer, two groups, as `lather.muon` makes them."""
     start = [torch.randn(12, 8), torch.randn(20, 6), torch.randn(5)]
     ours, theirs = ([torch.nn.Parameter(x.clone()) for x in start] for _ in range(2))
     adamw = {"preconditioner": None, "lr": 3e-3, "betas": (0.9, 0.95), "beta3": None, "graft": "adam"}

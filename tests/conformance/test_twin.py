@@ -402,6 +402,8 @@ SPECTRAL: dict[str, Options] = {
     "original": UNGRAFTED | {"polar_scale": "original"},
     "match_rms_adamw": UNGRAFTED | {"polar_scale": "match_rms_adamw", "weight_decay_mode": "corrected"},
     "two steps": UNGRAFTED | {"polar": "newton_schulz(steps=2)"},
+    "coefficients": UNGRAFTED | {"polar": "newton_schulz(steps=4, coefficients=(2, -1.5, 0.5))"},
+    "eps": UNGRAFTED | {"polar": "newton_schulz(steps=2, eps=2.0)"},
     "polar express": UNGRAFTED | {"polar": "polar_express"},
     "polar express, long": UNGRAFTED | {"polar": "polar_express(steps=7, lower=0.01)", "polar_scale": "original"},
     "svd": UNGRAFTED | {"polar": "svd", "polar_scale": "original"},

@@ -83,6 +83,9 @@ NAMES: list[tuple[str, str, str]] = [
     ("polar", "newton_schulz(steps=0)", "steps=0 must be a whole number of at least 1"),
     ("polar", "polar_express(steps=2.5)", "steps=2.5 must be a whole number"),
     ("polar", "polar_express(lower=1.0)", "lower=1.0 must be more than 0 and less than 1"),
+    ("polar", "newton_schulz(coefficients=(1, 2))", "coefficients=(1, 2) must be three numbers"),
+    ("polar", "newton_schulz(coefficients=3)", "coefficients=3 must be three numbers"),
+    ("polar", "newton_schulz(eps=-1)", "eps=-1 must be a number of at least 0"),
     ("polar", "svd(", "a name with options, as in"),
     ("polar", "", "'polar_express'"),
     ("polar", "eigh", "'newton_schulz', 'polar_express', 'svd'"),
@@ -189,6 +192,29 @@ def test_option_without_effect(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{name}=.*no effect"):
         lather.plan({"w": (2, 2)}, **options)
     lather.Shampoo([w], **{key: value for key, value in options.items() if key != name})
+
+
+MIXED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"root": "newton", "factors": "packed", "refresh": "staggered"}, {"preconditioner": "spectral"}),
+    ({"polar": "svd", "preconditioner": "spectral"}, {"preconditioner": "shampoo"}),
+    ({"momentum": 0.9, "nesterov": True}, {"momentum": 0.0}),
+    ({"graft_eps": 1e-6}, {"graft": "sgd"}),
+    ({"beta3": 0.5}, {"betas": (0.0, 0.9)}),
+]
+
+
+@pytest.mark.parametrize(("options", "own"), MIXED, ids=str)
+def test_an_option_for_other_groups_is_no_mistake(options: dict[str, Any], own: dict[str, Any]) -> None:
+    """One that does something by default may do nothing in a group; one that the group has itself may not."""
+    v, w = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    opt = lather.Shampoo([{"params": [v]}, {"params": [w], **own}], **options)
+    for p in (v, w):
+        p.grad = torch.eye(2)
+    opt.step()
+    with pytest.raises(ValueError, match="no effect"):
+        lather.Shampoo([{"params": [v]}, {"params": [w], **own, **options, **own}], **options)
+    with pytest.raises(ValueError, match="nesterov=True has no effect"):  # in none
+        lather.Shampoo([{"params": [v], "lr": 0.1}], nesterov=True)
 
 
 @pytest.mark.parametrize("root", ["newton", "higher_order"])

@@ -208,6 +208,8 @@ def test_refused(make: Make, options: Options, words: str) -> None:
 def test_bad_parameters() -> None:
     with pytest.raises(TypeError, match="iterable"):
         lather.from_sgd(torch.ones(3))
+    with pytest.raises(TypeError, match=r"pass lather\.route\(model\), or model\.named_parameters\(\)"):
+        lather.from_adamw(nn.Sequential(nn.Linear(3, 3)))
     with pytest.raises(TypeError, match="wrong"):
         lather.from_sgd(parameters(), wrong=1)
     with pytest.raises(ValueError, match="empty"):

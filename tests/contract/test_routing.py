@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import lather
@@ -137,6 +138,35 @@ def test_heads() -> None:
     assert set(taken(lather.route(adaptive))) == {"kind: head"}
     attention = nn.MultiheadAttention(8, 2)
     assert taken(lather.route(attention))["kind: bias"] == ["in_proj_bias", "out_proj.bias"]
+
+
+class Wrapper(nn.Module):
+    """As DDP: the model is its only child, of this name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when torch.compile is first used
+def test_wrappers_do_not_count() -> None:
+    """Rules are as for the bare model, whatever torch.compile, DDP and activation checkpointing add to names."""
+    rules: list[Any] = [(r"^layers\.0\.qkv\.weight$", {"split": 3}), (r"^words", {"lr": 0.5})]
+    parts = Model()
+    parts.layers[0] = torch.compile(parts.layers[0])  # type: ignore[assignment]
+    parts.layers[1] = checkpoint_wrapper(parts.layers[1])
+    inside = Wrapper(Model())
+    inside.head = nn.Linear(3, 2)  # not all of it is below
+    for model in (torch.compile(Model()), Wrapper(Model()), torch.compile(Wrapper(Model())), parts):
+        for given in (model, model.named_parameters()):  # type: ignore[attr-defined]
+            groups = {group["rule"]: group["params"] for group in lather.route(given, rules)}
+            names = [[name for name, _ in groups[f"rule {i}: {rule}"]] for i, (rule, _) in enumerate(rules, 1)]
+            assert [len(some) for some in names] == [1, 1]
+            assert names[0][0].endswith("qkv.weight") and names[0][0] in dict(model.named_parameters())  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"nearest names are .*'module\.words\.weight'"):
+        lather.route(inside, rules[1:])
+    with pytest.raises(ValueError, match=r"the nearest names are 'layers\.0\.qkv\.weight'"):
+        lather.route(torch.compile(Wrapper(Model())), [(r"^layers\.0\.qkw\.weight", {})])
 
 
 def test_names_alone() -> None:
@@ -310,6 +340,8 @@ def test_bad_kinds() -> None:
 
 def test_names_are_needed() -> None:
     model = Model()
+    with pytest.raises(ValueError, match="rule 1, 'qkv', matches no parameter: there are none at all"):
+        lather.route([], [("qkv", {})])
     for wrong in (model.parameters(), [{"params": list(model.parameters())}], [("a", "b")]):
         with pytest.raises(ValueError, match=r"model\.named_parameters\(\) instead of"):
             lather.route(wrong, RULES)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -51,6 +52,12 @@ CASES: dict[str, Case] = {
     ),
     "spectral, whole": Case({"graft": None, "max_preconditioner_dim": 64, "polar": "polar_express"} | SPECTRAL),
     "spectral, svd": Case({"graft": None, "betas": (0.0, 0.9), "polar": "svd"} | SPECTRAL, dtype=torch.bfloat16),
+    "muon": Case(
+        {"graft": None, "betas": (0.95, 0.999), "beta3": 0.95**2, "bias_correction": False, "polar_scale": "original"}
+        | {"max_preconditioner_dim": math.inf, "polar": "newton_schulz(eps=1e-07)", "weight_decay": 0.1}
+        | SPECTRAL,
+        gaps=True,
+    ),
     "bfloat16": Case(MOMENTUM | {"weight_decay": 0.1}, dtype=torch.bfloat16),
     "groups": Case(groups=True),
     "two stages": Case({"stages": 2}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,12 +26,13 @@ class Polar(ABC):
     """A frozen dataclass whose fields are its options; calling it computes polar factors.
 
     The call takes a stack `g` [n, rows, columns] in float32 or float64 and returns one in that dtype. It works on the
-    smaller side, does not depend on the scale of a slot, and a zero slot stays zero: where a singular value is zero so is
-    that of the result. A slot that is not finite is not finite in the result, and the others do not notice. On one CPU
-    thread a slot gets the same bits in every stack.
+    smaller side, does not depend on the scale of a slot (above `eps`, the least that a Frobenius norm counts as), and a zero
+    slot stays zero: where a singular value is zero so is that of the result. A slot that is not finite is not finite in the
+    result, and the others do not notice. On one CPU thread a slot gets the same bits in every stack.
     """
 
     name: ClassVar[str]
+    eps: float = 0.0
 
     @abstractmethod
     def flops(self, rows: int, columns: int) -> float:
@@ -38,14 +40,17 @@ class Polar(ABC):
 
     def __call__(self, g: Tensor) -> Tensor:
         tall = g.shape[1] > g.shape[2]
-        x, _ = normalize((g.mT if tall else g).contiguous())  # or squares of a small gradient would vanish
+        x, c = normalize((g.mT if tall else g).contiguous())  # or squares of a small gradient would vanish
         size = norms(x)
-        x = self._polar(x / per_slot(torch.where(size > 0, size, 1.0), x))
+        size = torch.where(size > 0, size, 1.0)
+        if self.eps:
+            size = size.maximum(self.eps / c.flatten())
+        x = self._polar(x / per_slot(size, x))
         return x.mT.contiguous() if tall else x
 
     @abstractmethod
     def _polar(self, x: Tensor) -> Tensor:
-        """For wide matrices of Frobenius norm 1, or 0."""
+        """For wide matrices of Frobenius norm 1, or less if that was below `eps`."""
 
 
 class _Products(Polar):
@@ -76,7 +81,7 @@ class _Products(Polar):
 @dataclass(frozen=True)
 class NewtonSchulz(_Products):
     """Muon's iteration: the same quintic in every step. Five take all singular values from 0.002 of the Frobenius norm on to
-    between 0.68 and 1.21; more do not bring them much closer.
+    between 0.68 and 1.21; more do not bring them much closer. A gradient whose norm is below `eps` is divided by that instead.
 
     >>> NewtonSchulz()(torch.diag(torch.tensor([3.0, 1.0]))[None]).squeeze().diagonal() > 0.68
     tensor([True, True])
@@ -84,9 +89,24 @@ class NewtonSchulz(_Products):
 
     name: ClassVar[str] = "newton_schulz"
     steps: int = 5
+    coefficients: Quintic = MUON
+    eps: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.coefficients
+        if not isinstance(given, (tuple, list)) or len(given) != 3 or not all(map(_is_finite, given)):
+            raise ValueError(f"coefficients={given!r} must be three numbers, those of t, t^3 and t^5")
+        if not _is_finite(self.eps) or self.eps < 0:
+            raise ValueError(f"eps={self.eps!r} must be a number of at least 0")
+        object.__setattr__(self, "coefficients", tuple(map(float, given)))
 
     def quintics(self) -> Iterable[Quintic]:
-        return [MUON] * self.steps
+        return [self.coefficients] * self.steps
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @final
