@@ -57,6 +57,12 @@ def read(path: pathlib.Path) -> list[Finished]:
     return list(found.values())
 
 
+def failed(path: pathlib.Path) -> list[str]:
+    """Keys of runs that ended in an error and never otherwise."""
+    ended = {finished.run.key for finished in read(path)}
+    return sorted({row["run"] for row in _rows(path) if row.get("end") == "failed"} - ended)
+
+
 def _rows(path: pathlib.Path) -> list[Row]:
     if not path.exists():
         return []

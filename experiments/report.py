@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -31,12 +30,13 @@ COLORS = ("#7a7a7a", "#d55e00", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#00
 
 
 class Group(NamedTuple):
-    """The seeds of an optimizer at one learning rate and length, all of which came to their end."""
+    """The seeds of an optimizer at one learning rate and length."""
 
     optimizer: str
     length: int
     lr: float
-    runs: list[Finished]
+    runs: list[Finished]  # those that did not diverge
+    seeds: str  # how many that are
 
     def steps(self) -> list[int]:
         return [look["step"] for look in self.runs[0].looks]
@@ -46,10 +46,10 @@ class Group(NamedTuple):
         return torch.tensor([[look[name] for look in finished.looks] for finished in self.runs], dtype=torch.float64)
 
     def curve(self, name: str) -> list[float]:
-        return self.values(name).mean(0).tolist()  # type: ignore[no-any-return]
+        return self.values(name).mean(0).tolist()
 
     def last(self, name: str) -> list[float]:
-        return self.values(name)[:, -1].tolist()  # type: ignore[no-any-return]
+        return self.values(name)[:, -1].tolist()
 
     def end(self, name: str) -> float | None:
         """The mean of something that is measured once in a run."""
@@ -95,7 +95,10 @@ def best(runs: Sequence[Finished], score: str) -> list[Group]:
         same = [f for f in runs if (f.run.optimizer, f.run.length) == (optimizer, length)]
         lr = log.best_rate(same, score)
         if lr is not None:
-            groups.append(Group(optimizer, length, lr, [f for f in same if f.run.lr == lr and not f.diverged]))
+            seeds = [f for f in same if f.run.lr == lr]
+            sound = [f for f in seeds if not f.diverged]
+            number = f"{len(sound)}" + f" of {len(seeds)}" * (len(sound) < len(seeds))
+            groups.append(Group(optimizer, length, lr, sound, number))
     return groups
 
 
@@ -161,7 +164,7 @@ def costs(group: Group) -> Row:
 def best_row(group: Group, kind: Kind, goal: float | None, runs: Sequence[Finished]) -> Row:
     reached = None if goal is None else group.first(kind.score, goal)
     row = costs(group)
-    row |= {"optimizer": title(group.optimizer, group.length, runs), "lr": group.lr, "seeds": len(group.runs)}
+    row |= {"optimizer": title(group.optimizer, group.length, runs), "lr": group.lr, "seeds": group.seeds}
     row |= {"end": demo.spread(map(kind.shown, group.last(kind.score)), kind.decimals), "reached": reached}
     row["reached_seconds"] = None if reached is None else reached * (row["ms"] or 0) / 1e3
     return row
@@ -338,19 +341,22 @@ SECTIONS: dict[str, tuple[Callable[..., list[str]], Callable[..., None]]] = {
 # The page.
 
 
-def section(name: str, runs: Sequence[Finished]) -> str:
+def section(name: str, path: pathlib.Path) -> str:
     """What stands between an experiment's markers."""
-    return "\n\n".join(["", made(name, runs), *SECTIONS[name][0](name, runs), ""]) if runs else "\n"
+    runs, failed = log.read(path), log.failed(path)
+    notes = [f"Failed and not repeated since: {', '.join(failed)}."] if failed else []
+    return "\n\n".join(["", made(name, runs), *SECTIONS[name][0](name, runs), *notes, ""]) if runs else "\n"
 
 
 def filled(page: str, results: pathlib.Path) -> str:
     """The page with its sections as the logs have them now."""
     for name in SECTIONS:
         start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        if not re.search(f"{start}.*{end}", page, flags=re.S):
+        before, found, rest = page.partition(start)
+        _, also, after = rest.partition(end)
+        if not (found and also):
             raise ValueError(f"the page has no place for {name}: {start} and {end}")
-        text = section(name, log.read(results / f"{name}.jsonl"))
-        page = re.sub(f"{start}.*{end}", lambda _, t=text: f"{start}{t}{end}", page, flags=re.S)  # type: ignore[misc]
+        page = before + start + section(name, results / f"{name}.jsonl") + end + after
     return page
 
 
@@ -368,7 +374,7 @@ def main(argv: list[str]) -> int:
         if runs and args.write:
             plot(name, runs, args.page.parent / "images" / f"{name}.png")
         elif runs:
-            print(f"## {name}\n{section(name, runs)}")
+            print(f"## {name}\n{section(name, args.results / f'{name}.jsonl')}")
     return 0
 
 
