@@ -30,11 +30,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+import lather
 from benchmarks import machine
 from benchmarks.machine import DEVICE, Memory, now, state_mib
 from experiments import log
 from experiments.log import Row, Run
-from experiments.recipes import Recipe
+from experiments.recipes import Optimizers, Recipe
 from experiments.tasks import Task
 
 
@@ -67,7 +68,7 @@ def train(task: Task, run: Run, recipe: Recipe, write: Callable[[Row], None]) ->
     peaks = [(group, group["lr"]) for opt in optimizers for group in opt.param_groups]
     steps, looks = task.steps(run.length), task.looks(run.length)
     total, since, seconds, rows = torch.zeros((), device=DEVICE), 0, 0.0, list[Row]()
-    end, most, begin = {"end": "complete"}, dict[str, float](), now()
+    end, most, begin = Row(end="complete"), dict[str, float](), now()
     for step in range(1, steps + 1):
         for group, lr in peaks:
             group["lr"] = lr * task.rate(step, steps)
@@ -87,12 +88,13 @@ def train(task: Task, run: Run, recipe: Recipe, write: Callable[[Row], None]) ->
             rows[-1] |= task.evaluate()
             write(rows[-1])
             if not all(map(math.isfinite, rows[-1].values())):
-                end = {"end": "diverged"}
+                end = Row(end="diverged")
                 break
             total.zero_()
             since, begin = step, now()
     state = {"state_mib": sum(map(state_mib, optimizers)), "peak_mib": None, "step_peak_mib": None}
-    return end | {"steps": steps, "seconds": seconds, "ms": steady_ms(rows)} | state | most
+    end |= {"steps": steps, "seconds": seconds, "ms": steady_ms(rows), "solvers": solvers(optimizers)}
+    return end | state | most
 
 
 @contextmanager
@@ -103,6 +105,12 @@ def watched(memory: Memory, most: dict[str, float]) -> Iterator[None]:
             most[name] = max(mib, most.get(name, 0.0))
         if name == "peak_mib":
             yield
+
+
+def solvers(optimizers: Optimizers) -> list[str]:
+    """The root solvers that lather used: those that it measured and took, where it was left to it."""
+    shampoos = [opt for opt in optimizers if isinstance(opt, lather.Shampoo)]
+    return sorted({solver for opt in shampoos for row in opt.plan().banks for solver in row.solvers})
 
 
 def steady_ms(rows: list[Row]) -> float:

@@ -295,26 +295,28 @@ def plot_bytes(name: str, runs: Sequence[Finished], path: pathlib.Path) -> None:
 
 def plot_images(name: str, runs: Sequence[Finished], path: pathlib.Path) -> None:
     groups = best(runs, "valid_error")
-    fig = figure(11, 4.4)
-    loss, accuracy = fig.subplots(1, 2)
+    fig = figure(15, 4.4)
+    trained, held, accuracy = fig.subplots(1, 3)
     for group in groups:
         line = style(groups, group)
         label = f"{title(group.optimizer, group.length, runs)}, lr {group.lr:g}"
         epochs = [group.length * step / group.steps()[-1] for step in group.steps()]
-        demo.band(loss, epochs, group.values("plain_train_loss"), **line)
+        demo.band(trained, epochs, group.values("plain_train_loss"), **line)
+        demo.band(held, epochs, group.values("valid_loss"), **line)
         demo.band(accuracy, epochs, 100 * (1 - group.values("valid_error")), **line, label=label)
-    loss.set(ylabel="training loss, without augmentation", yscale="log")
+    trained.set(ylabel="training loss, without augmentation", yscale="log")
+    held.set(ylabel="validation loss", yscale="log")
     lows = [100 * (1 - group.curve("valid_error")[len(group.steps()) // 6]) for group in groups]
     accuracy.set(ylabel="validation accuracy %")
     accuracy.set_ylim(bottom=min(lows))
-    for axes in (loss, accuracy):
+    for axes in (trained, held, accuracy):
         demo.tidy(axes, "epoch")
     accuracy.legend(frameon=False, fontsize="small")
     fig.savefig(path)
 
 
 def plot_ablations(name: str, runs: Sequence[Finished], path: pathlib.Path) -> None:
-    """A dot for each variation, its seeds beside each other, and a line where the default is."""
+    """A dot for each seed of a variation, and a line where the default is; what is far worse is beyond the edge."""
     groups = best(runs, "bits")[::-1]
     fig = figure(8, 1 + 0.2 * len(groups))
     axes = fig.subplots()
@@ -325,8 +327,9 @@ def plot_ablations(name: str, runs: Sequence[Finished], path: pathlib.Path) -> N
             axes.axvline(statistics.fmean(ends), color=COLORS[0], linewidth=1)
     axes.set_yticks(range(len(groups)), [group.optimizer for group in groups], fontsize="small")
     demo.tidy(axes, "validation bits per byte")
-    axes.set_xlim(auto=True)
-    axes.autoscale(axis="x")
+    ends = [statistics.fmean(group.last("bits")) for group in groups]
+    low, middle = min(ends), statistics.median(ends)
+    axes.set_xlim(low - 0.02, min(max(ends), middle + 0.1) + 0.02)
     fig.savefig(path)
 
 

@@ -214,7 +214,7 @@ def bytes_task(folder: Any) -> Task:
 
 
 def tiny_bytes() -> Task:
-    return Bytes(data.made_up_text(), layers=1, width=32, heads=2, context=32, batch=8)
+    return Bytes(data.made_up_text(), layers=1, width=16, heads=2, context=16, batch=4)
 
 
 def resnet_task(path: Any) -> Task:
