@@ -45,6 +45,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     # Nesterov's form of the filter, and the factors alone with another memory than the graft's.
     "beta3=0.81": {"beta3": 0.81},
     **{f"beta2={b:g}, graft's 0.95": {"betas": (0.9, b), "graft_beta2": 0.95} for b in (0.9, 0.98, 0.99)},
+    "averaging=gpa": {"averaging": "gpa"},
+    "averaging=schedule_free": {"averaging": "schedule_free", "betas": (0.0, 0.95)},
     "embeddings diagonal": {"rules": [["^(token|position)", DIAGONAL]]},
     "head diagonal": {"rules": [["^head", DIAGONAL]]},
     "embeddings and head diagonal": {"rules": [["^(token|position|head)", DIAGONAL]]},

@@ -85,7 +85,8 @@ def train(task: Task, run: Run, recipe: Recipe, write: Callable[[Row], None]) ->
         if step * looks // steps > (step - 1) * looks // steps:
             seconds += (now() - begin) / 1e3
             rows.append({"step": step, "seconds": seconds, "train_loss": total.item() / (step - since)})
-            rows[-1] |= task.evaluate()
+            with evaluating(optimizers):
+                rows[-1] |= task.evaluate()
             write(rows[-1])
             if not all(map(math.isfinite, rows[-1].values())):
                 end = Row(end="diverged")
@@ -95,6 +96,17 @@ def train(task: Task, run: Run, recipe: Recipe, write: Callable[[Row], None]) ->
     state = {"state_mib": sum(map(state_mib, optimizers)), "peak_mib": None, "step_peak_mib": None}
     end |= {"steps": steps, "seconds": seconds, "ms": steady_ms(rows), "solvers": solvers(optimizers)}
     return end | state | most
+
+
+@contextmanager
+def evaluating(optimizers: Optimizers) -> Iterator[None]:
+    """Weights as those want them evaluated that average."""
+    two_modes = [opt for opt in optimizers if hasattr(opt, "eval")]
+    for opt in two_modes:
+        opt.eval()
+    yield
+    for opt in two_modes:
+        opt.train()
 
 
 @contextmanager

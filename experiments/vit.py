@@ -18,11 +18,12 @@ from experiments.recipes import Recipe, adamw, muon, powers, shampoo
 COMMON = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 RATES = powers(5e-4, 4)  # 5e-4 to 4e-3
 SHAMPOO = Recipe(shampoo, COMMON, RATES)
+SOAP = {"preconditioner": "soap", "graft": None, "eps": 1e-8}  # as its authors have it
 
 RECIPES = {
     "adamw": Recipe(adamw, COMMON, RATES),
     "muon": Recipe(muon, COMMON, powers(1e-3, 4)),
-    "soap@10": SHAMPOO.varied({"preconditioner": "soap", "precondition_frequency": 10}),
+    "soap@10": SHAMPOO.varied({**SOAP, "precondition_frequency": 10}),
     "shampoo@10": SHAMPOO.varied({"precondition_frequency": 10}),
     "shampoo@50": SHAMPOO.varied({"precondition_frequency": 50}),
 }

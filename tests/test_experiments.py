@@ -136,11 +136,26 @@ def test_every_recipe_is_accepted_for_its_model() -> None:
     for experiment in EXPERIMENTS.values():
         model = experiment.tiny().model
         for name, recipe in experiment.recipes.items():
-            if "soap" not in name and not (name == "muon" and not hasattr(torch.optim, "Muon")):
+            if not (name.startswith(("soap", "averaging")) or (name == "muon" and not hasattr(torch.optim, "Muon"))):
                 assert recipe.why_not() is None, name
                 optimizers = recipe.make(model, recipe.rates[0], **recipe.options)
                 taken = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
                 assert len(taken) == len({*taken}) == len(list(model.parameters()))
+
+
+def test_optimizers_that_average_are_evaluated_in_their_own_mode() -> None:
+    modes: list[str] = []
+
+    class Averaging(torch.optim.SGD):
+        def eval(self) -> None:
+            modes.append("eval")
+
+        def train(self) -> None:
+            modes.append("train")
+
+    task, recipe = tasks.tiny_bytes(), recipes.Recipe(lambda model, lr: [Averaging(model.parameters(), lr)], {}, (0.1,))
+    harness.train(task, log.Run("wikitext", "averaging", 0.1, 0, 2, "steps"), recipe, lambda row: modes.append("look"))
+    assert modes == ["eval", "train", "look"] * 2
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch is too old")
