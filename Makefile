@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test bench clean
+.PHONY: setup demo test bench results clean
 
 setup: .venv/.installed
 
@@ -24,6 +24,10 @@ bench: setup
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/train.py
 	$(BIN)/python benchmarks/solvers.py
+
+# The tables and plots of docs/results.md, from the logs of the experiments.
+results: setup
+	$(BIN)/python -m experiments.report --write
 
 clean:
 	rm -rf .venv build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .coverage

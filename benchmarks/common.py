@@ -1,32 +1,26 @@
-"""What the benchmarks share: arguments, clocks, memory, schedules, and results that are on disk as soon as they are known."""
+"""What the benchmarks share: arguments, clocks, schedules, and results that are on disk as soon as they are known."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import datetime
-import gc
 import json
 import pathlib
-import platform
 import shlex
 import statistics
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import machine
 import report
 import torch
+from machine import CUDA, DEVICE, now
 
 import lather
 from lather.options import start_step
 from lather.schedule import is_due
-
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-MIB = 2**20
-
 
 # Arguments.
 
@@ -114,14 +108,7 @@ class Schedule(NamedTuple):
         return max(times[self.start - 1 :][:steps], default=None)
 
 
-# Clocks and memory.
-
-
-def now() -> float:
-    """Milliseconds, with nothing left to do on the device."""
-    if CUDA:
-        torch.cuda.synchronize()
-    return 1e3 * time.perf_counter()
+# Clocks.
 
 
 def time_ms(call: Callable[[], Any], repeats: int = 3) -> float:
@@ -150,33 +137,6 @@ def summary(times: list[float]) -> dict[str, Any]:
         "worst_ms": max(times),
         "step_ms": times,
     }
-
-
-class Memory:
-    """MiB above what was allocated at the start; None where torch does not count."""
-
-    def __init__(self) -> None:
-        gc.collect()
-        if CUDA:
-            torch.cuda.empty_cache()
-        self._base = torch.cuda.memory_allocated() if CUDA else 0
-        self.peak()
-
-    def held(self) -> float | None:
-        return (torch.cuda.memory_allocated() - self._base) / MIB if CUDA else None
-
-    def peak(self) -> float | None:
-        """The most since the last call."""
-        if not CUDA:
-            return None
-        most = torch.cuda.max_memory_allocated() - self._base
-        torch.cuda.reset_peak_memory_stats()
-        return most / MIB
-
-
-def state_mib(opt: torch.optim.Optimizer) -> float:
-    tensors = [x for entry in opt.state.values() for x in entry.values() if isinstance(x, torch.Tensor)]
-    return sum(x.numel() * x.element_size() for x in tensors) / MIB
 
 
 # Results.
@@ -231,20 +191,6 @@ def environment(kind: str, argv: list[str]) -> dict[str, Any]:
         "kind": kind,
         "command": shlex.join(["python", f"benchmarks/{kind}.py", *words]),
         "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if CUDA else f"CPU, {torch.get_num_threads()} threads",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "triton": triton_version(),
-            "lather": lather.__version__,
-        },
+        "device": machine.device(),
+        "versions": machine.versions(),
     }
-
-
-def triton_version() -> str | None:
-    try:
-        import triton
-    except ImportError:
-        return None
-    return triton.__version__

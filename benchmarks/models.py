@@ -1,4 +1,4 @@
-"""The transformer that the benchmarks train, and its loss."""
+"""The transformer that benchmarks and experiments train, and its loss."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.nn.functional import cross_entropy, gelu, linear, scaled_dot_product_
 
 
 class Layer(nn.Module):
-    def __init__(self, width: int, heads: int, bias: bool):
+    def __init__(self, width: int, heads: int, bias: bool, causal: bool = True):
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=bias), nn.Linear(width, width, bias=bias)
         self.up, self.down = nn.Linear(width, 4 * width, bias=bias), nn.Linear(4 * width, width, bias=bias)
@@ -20,7 +20,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         heads = [y.view(batch, length, self.heads, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1)]
-        mixed = scaled_dot_product_attention(*heads, is_causal=True)
+        mixed = scaled_dot_product_attention(*heads, is_causal=self.causal)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(gelu(self.up(self.norm2(x))))
 

@@ -149,6 +149,7 @@ KINDS: dict[str, tuple[Sequence[str], Callable[[Sequence[Row]], list[str]]]] = {
         lambda rows: [table(TRAIN, rows)],
     ),
     "solvers": (("source", "spectrum", "d", "exponent", "solver", "error", "failed", "ms"), solver_tables),
+    # Of the script that is experiments/wikitext.py now.
     "bytes": (("run", "lr", "seed", "bits_per_byte", "wall_s"), lambda rows: [table(BYTES, rows)]),
 }
 

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 import common
 import torch
-from common import CUDA, DEVICE, Results
+from common import Results
+from machine import CUDA, DEVICE
 from torch import Tensor
 
 from lather import roots

@@ -18,7 +18,8 @@ from typing import Any
 
 import common
 import torch
-from common import CUDA, DEVICE, Memory, Results, Schedule
+from common import Results, Schedule
+from machine import CUDA, DEVICE, Memory, now, state_mib
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -80,9 +81,9 @@ def measure(make: Make, model: str, steps: int, full: bool) -> dict[str, Any]:
     def step(t: int) -> float:
         for p, grad in zip(params.values(), sets[t % 4], strict=True):
             p.grad = grad
-        start = common.now()
+        start = now()
         opt.step()
-        return common.now() - start
+        return now() - start
 
     warm = [step(t) for t in range(1, schedule.warmup + 1)]
     first_peak = memory.peak()
@@ -94,7 +95,7 @@ def measure(make: Make, model: str, steps: int, full: bool) -> dict[str, Any]:
         "warmup_ms": warm,
         "first_refresh_ms": schedule.first(warm),
         "plain_ms": statistics.median(plain) if plain else None,
-        "state_mib": common.state_mib(opt),
+        "state_mib": state_mib(opt),
         "held_mib": memory.held(),
         "peak_mib": peak,
         "peak_all_mib": max(peak, first_peak) if CUDA else None,

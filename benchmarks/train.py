@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import common
 import torch
-from common import CUDA, DEVICE, Memory, Results, Schedule
+from common import Results, Schedule
+from machine import CUDA, DEVICE, Memory, now, state_mib
 from models import Transformer, loss_of
 from torch import Tensor, nn
 
@@ -85,19 +86,19 @@ def measure(make: Make, model: nn.Module, batches: list, loss_fn: Callable[..., 
         return loss.detach()
 
     def timed(t: int) -> float:
-        start = common.now()
+        start = now()
         train(t)
-        return common.now() - start
+        return now() - start
 
     warm = [timed(t) for t in range(schedule.warmup)]
     memory.peak()
     row = common.summary([timed(t) for t in range(steps)])
-    peak, start = memory.peak(), common.now()
+    peak, start = memory.peak(), now()
     for t in range(steps):
         loss = train(t)
-    free = (common.now() - start) / steps
+    free = (now() - start) / steps
     row |= {"free_ms": free, "warmup_ms": warm, "first_refresh_ms": schedule.first(warm), "loss": loss.item()}
-    return row | {"state_mib": common.state_mib(opt), "peak_mib": peak}
+    return row | {"state_mib": state_mib(opt), "peak_mib": peak}
 
 
 def race(name: str, args: argparse.Namespace, results: Results) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import lzma
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -19,7 +18,7 @@ from lather.roots import SOLVERS
 from lather.shapes import MODELS, gpt2
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-SCRIPTS = ("common", "models", "report", "step", "train", "solvers", "bytes")
+SCRIPTS = ("machine", "common", "models", "report", "step", "train", "solvers")
 
 
 @pytest.fixture
@@ -145,21 +144,6 @@ def test_solvers(bench: dict[str, ModuleType], tmp_path: Path) -> None:
             assert row["error"] > 0.1
 
 
-def test_bytes(bench: dict[str, ModuleType], tmp_path: Path) -> None:
-    for split in ("train", "valid"):
-        (tmp_path / f"{split}.txt.xz").write_bytes(lzma.compress(b"All work and no play makes Jack a dull boy. " * 20))
-    flags = ("--data", tmp_path, "--tiny", "--steps", 6, "--seeds", 0, 1, "--lr", 1e-2, 2e-2)
-    runs = ("--runs", "adamw", "newton(iterations=20)@4", "--options", '{"start_preconditioning_step": 20}')
-    data, text = run(bench["bytes"], tmp_path, *flags, *runs)
-    check_record(data, text, tmp_path)
-    names = ["adamw", "newton(iterations=20)@4", "lather start_preconditioning_step=20"]
-    expected = [(name, lr, seed) for name in names for lr in (1e-2, 2e-2) for seed in (0, 1)]
-    assert [(row["run"], row["lr"], row["seed"]) for row in data["results"]] == expected
-    assert [cells[0] for cells in rows_of(text)] == [name for name, *_ in expected]
-    for row in data["results"]:
-        assert len(row["bits_per_byte"]) == 6 and row["bits_per_byte"][-1] < 8
-
-
 def test_report_writes_the_same_elsewhere_and_refuses_strangers(
     bench: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,8 +176,6 @@ def test_a_failing_row_is_noted_and_the_rest_goes_on(
         ("step", ["--options", '{"root": "nil"}'], "nil"),
         ("train", ["--options", "{"], "{"),
         ("solvers", ["--solvers", "nil"], "not a root solver"),
-        ("bytes", ["--data", "x", "--runs", "nil@3"], "not a root solver"),
-        ("bytes", ["--data", "x", "--runs", "eigh@0"], "precondition_frequency"),
     ],
 )
 def test_wrong_arguments_say_what_is_wrong(

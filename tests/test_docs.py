@@ -18,6 +18,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "benchmarks/README.md",
+    ROOT / "experiments/README.md",
 ]
 
 

@@ -327,11 +327,7 @@ def plot(runs: Mapping[str, Sequence[Run]], path: Path) -> None:
         min(90.0, 100 * min(run.looks[-1].held_accuracy for some in runs.values() for run in some) - 5), 100
     )
     for axes in (loss, accuracy):
-        axes.set_xlabel("step")
-        axes.grid(color="#e6e6e6", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlim(left=0)
+        tidy(axes, "step")
     accuracy.legend(frameon=False, loc="lower right")
     figure.savefig(path)
 
@@ -339,5 +335,18 @@ def plot(runs: Mapping[str, Sequence[Run]], path: Path) -> None:
 def draw(axes: Any, name: str, repeats: Sequence[Run], value: Callable[[Look], float]) -> None:
     steps = [look.step for look in repeats[0].looks]
     values = torch.tensor([[value(look) for look in run.looks] for run in repeats])
-    axes.fill_between(steps, values.amin(0), values.amax(0), color=COLORS[name], alpha=0.15, linewidth=0)
-    axes.plot(steps, values.mean(0), color=COLORS[name], linewidth=1.8, label=f"{name}, lr {LEARNING_RATES[name]:g}")
+    band(axes, steps, values, color=COLORS[name], label=f"{name}, lr {LEARNING_RATES[name]:g}")
+
+
+def band(axes: Any, x: Sequence[float], values: Tensor, color: str, **line: Any) -> None:
+    """The mean over the rows of ``values``, with their range shaded."""
+    axes.fill_between(x, values.amin(0), values.amax(0), color=color, alpha=0.15, linewidth=0)
+    axes.plot(x, values.mean(0), color=color, linewidth=1.8, **line)
+
+
+def tidy(axes: Any, xlabel: str) -> None:
+    axes.set_xlabel(xlabel)
+    axes.grid(color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlim(left=0)

@@ -1,0 +1,269 @@
+"""Training runs, and a command line that does those of a list which a log does not have yet.
+
+    --runs NAME ...     of the experiment's table (all), or a root solver and the steps between refreshes: eigh@50
+    --options JSON ...  lather with other options, a run for each: '{"root": "eigh"}'
+    --lr, --seeds       instead of each recipe's grid, and of seed 0
+    --best              at the learning rate that the log has as the best of each, at that length or else at the longest
+    --only REGEX        of those, the ones whose key it is found in
+    --list              say which they are, and which are done
+    --budget SECONDS    begin no run that would not be done by then, as long as the longest so far
+
+Runs append to their log as they go and what is complete in it is not run again, so a command that was cut short is continued by
+giving it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import pathlib
+import re
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import lather
+from benchmarks import machine
+from benchmarks.machine import DEVICE, Memory, now, state_mib
+from experiments import log
+from experiments.log import Row, Run
+from experiments.recipes import Optimizers, Recipe
+from experiments.tasks import Task
+
+
+class Experiment(NamedTuple):
+    name: str  # and that of its log
+    doc: str
+    task: Callable[[Any], Task]  # from where the data are
+    tiny: Callable[[], Task]  # for a CPU, from data that are made up
+    unit: str  # "steps" or "epochs"
+    lengths: tuple[int, ...]
+    recipes: Mapping[str, Recipe]
+    base: Recipe  # what --options and eigh@50 vary
+    score: str  # what the best learning rate has the least of
+
+
+# One run.
+
+
+def train(task: Task, run: Run, recipe: Recipe, write: Callable[[Row], None]) -> Row:
+    """Train, write a row at every look, and return the last: how it ended.
+
+    ``seconds`` are those of the training steps with nothing left to do on the device, without evaluations, and without the
+    compilation of the model, which came before. What an optimizer compiles and measures in its first steps is in the first
+    look's seconds. ``ms`` is the mean of the steps after that look, or of all if there is one only. Memory is looked at in the
+    steps before the last look.
+    """
+    memory = Memory()
+    task.begin(run.seed)
+    optimizers = recipe.make(task.model, run.lr, **recipe.options)
+    peaks = [(group, group["lr"]) for opt in optimizers for group in opt.param_groups]
+    steps, looks = task.steps(run.length), task.looks(run.length)
+    total, since, seconds, rows = torch.zeros((), device=DEVICE), 0, 0.0, list[Row]()
+    end, most, begin = Row(end="complete"), dict[str, float](), now()
+    for step in range(1, steps + 1):
+        for group, lr in peaks:
+            group["lr"] = lr * task.rate(step, steps)
+        loss = task.loss(task.batch(step))
+        loss.backward()
+        if task.clip:
+            nn.utils.clip_grad_norm_(task.model.parameters(), task.clip)
+        with watched(memory, most) if step > steps * (looks - 1) // looks else nullcontext():
+            for opt in optimizers:
+                opt.step()
+        for opt in optimizers:
+            opt.zero_grad()
+        total += loss.detach()
+        if step * looks // steps > (step - 1) * looks // steps:
+            seconds += (now() - begin) / 1e3
+            rows.append({"step": step, "seconds": seconds, "train_loss": total.item() / (step - since)})
+            with evaluating(optimizers):
+                rows[-1] |= task.evaluate()
+            write(rows[-1])
+            if not all(map(math.isfinite, rows[-1].values())):
+                end = Row(end="diverged")
+                break
+            total.zero_()
+            since, begin = step, now()
+    state = {"state_mib": sum(map(state_mib, optimizers)), "peak_mib": None, "step_peak_mib": None}
+    end |= {"steps": steps, "seconds": seconds, "ms": steady_ms(rows), "solvers": solvers(optimizers)}
+    return end | state | most
+
+
+@contextmanager
+def evaluating(optimizers: Optimizers) -> Iterator[None]:
+    """Weights as those want them evaluated that average."""
+    two_modes = [opt for opt in optimizers if hasattr(opt, "eval")]
+    for opt in two_modes:
+        opt.eval()
+    yield
+    for opt in two_modes:
+        opt.train()
+
+
+@contextmanager
+def watched(memory: Memory, most: dict[str, float]) -> Iterator[None]:
+    """Add to ``most`` the largest memory before this, and that within, in MiB above weights and data."""
+    for name in ("peak_mib", "step_peak_mib"):
+        if (mib := memory.peak()) is not None:
+            most[name] = max(mib, most.get(name, 0.0))
+        if name == "peak_mib":
+            yield
+
+
+def solvers(optimizers: Optimizers) -> list[str]:
+    """The root solvers that lather used: those that it measured and took, where it was left to it."""
+    shampoos = [opt for opt in optimizers if isinstance(opt, lather.Shampoo)]
+    return sorted({solver for opt in shampoos for row in opt.plan().banks for solver in row.solvers})
+
+
+def steady_ms(rows: list[Row]) -> float:
+    """Milliseconds of a step after the first look."""
+    first = rows[0] if len(rows) > 1 else {"seconds": 0.0, "step": 0}
+    return 1e3 * (rows[-1]["seconds"] - first["seconds"]) / (rows[-1]["step"] - first["step"])
+
+
+# The command line.
+
+
+def main(experiment: Experiment, argv: list[str]) -> int:
+    args = parse(experiment, argv)
+    wanted = list(chosen(experiment, args))
+    done = {finished.run.key for finished in log.read(args.log)}
+    left = [(run, recipe) for run, recipe in wanted if run.key not in done]
+    print(f"{len(wanted)} runs, {len(wanted) - len(left)} of them in {args.log}")
+    if args.list:
+        print(*("done  " * (run.key in done) + run.key for run, _ in wanted), sep="\n")
+        return 0
+    return perform(experiment, args, left) if left else 0
+
+
+def parse(experiment: Experiment, argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=f"{experiment.doc}\n{__doc__}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=pathlib.Path, help="where the data are")
+    parser.add_argument("--runs", nargs="*", metavar="NAME")
+    parser.add_argument("--options", nargs="+", type=json.loads, default=[], metavar="JSON")
+    parser.add_argument("--lr", nargs="+", type=float)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument(f"--{experiment.unit}", dest="lengths", nargs="+", type=int, default=list(experiment.lengths))
+    parser.add_argument("--best", action="store_true")
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS")
+    parser.add_argument("--log", type=pathlib.Path, help=f"default: experiments/results/{experiment.name}.jsonl")
+    parser.add_argument("--compile-mode", help="of torch.compile, such as reduce-overhead")
+    parser.add_argument("--commit", default=os.environ.get("LATHER_COMMIT"), help="for the log; or LATHER_COMMIT")
+    parser.add_argument("--tiny", action="store_true", help="a small model and made-up data, for a CPU")
+    args = parser.parse_args(argv)
+    if not (args.data or args.tiny or args.list):
+        parser.error("--data says where the data are; --tiny does without")
+    args.log = args.log or log.RESULTS / f"{experiment.name}{'-tiny' * args.tiny}.jsonl"
+    try:
+        args.recipes = recipes(experiment, args)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def recipes(experiment: Experiment, args: argparse.Namespace) -> dict[str, Recipe]:
+    """Those that are asked for, by name. What lather refuses is an error, or if it was not asked for by name, left out."""
+    named = {name: find(experiment, name) for name in args.runs or ()}
+    named |= {spell(options): experiment.base.varied(options) for options in args.options}
+    for name, recipe in named.items():
+        if why := recipe.why_not():
+            raise ValueError(f"{name}: {why}")
+    if args.runs is not None or args.options:
+        return named
+    found = {}
+    for name, recipe in experiment.recipes.items():
+        if why := recipe.why_not():
+            print(f"{name} is left out: {why}")
+        else:
+            found[name] = recipe
+    return found
+
+
+def find(experiment: Experiment, name: str) -> Recipe:
+    if name in experiment.recipes:
+        return experiment.recipes[name]
+    root, at, frequency = name.rpartition("@")
+    if not (at and frequency.isdigit()):
+        raise ValueError(f"{name} is neither one of {', '.join(experiment.recipes)} nor a root solver such as eigh@50")
+    return experiment.base.varied({"root": root, "precondition_frequency": int(frequency)})
+
+
+def spell(options: Mapping[str, Any]) -> str:
+    """The name of options: `root=eigh,eps=1e-08`."""
+    return ",".join(f"{name}={value}" for name, value in options.items())
+
+
+def chosen(experiment: Experiment, args: argparse.Namespace) -> Iterator[tuple[Run, Recipe]]:
+    finished = log.read(args.log)
+    for length in args.lengths:
+        for name, recipe in args.recipes.items():
+            rates = tuple(args.lr or recipe.rates)
+            if args.best:
+                rate = log.best_rate(
+                    log.of_length([f for f in finished if f.run.optimizer == name], length), experiment.score
+                )
+                rates = () if rate is None else (rate,)
+            for lr in rates:
+                for seed in args.seeds:
+                    run = Run(experiment.name, name, lr, seed, length, experiment.unit)
+                    if args.only.search(run.key):
+                        yield run, recipe
+
+
+def perform(experiment: Experiment, args: argparse.Namespace, runs: list[tuple[Run, Recipe]]) -> int:
+    """Train one after the other. A run that fails is in the log as failed, and will be run again the next time."""
+    start, longest, failures = time.perf_counter(), 0.0, 0
+    torch.set_float32_matmul_precision("high")
+    task = experiment.tiny() if args.tiny else experiment.task(args.data)
+    loaded = time.perf_counter()
+    task.compile(args.compile_mode)
+    print(f"data {loaded - start:.1f} s, compilation {time.perf_counter() - loaded:.1f} s", flush=True)
+    for i, (run, recipe) in enumerate(runs):
+        begin = time.perf_counter()
+        if begin - start + longest > args.budget:
+            print(f"the budget is used up; {len(runs) - i} runs are left")
+            break
+        end = record(task, run, recipe, args)
+        failures += end["end"] == "failed"
+        longest = max(longest, time.perf_counter() - begin)
+        print(f"{run.key}: {describe(end)}, {time.perf_counter() - begin:.1f} s in all", flush=True)
+    return min(failures, 1)
+
+
+def record(task: Task, run: Run, recipe: Recipe, args: argparse.Namespace) -> Row:
+    """Train with everything in the log; the last row."""
+    name = {"run": run.key, "attempt": datetime.datetime.now().isoformat(timespec="milliseconds")}
+    last: Row = {}
+
+    def write(row: Row) -> None:
+        last.update(row)
+        log.append(args.log, name | {key: round(x, 6) if math.isfinite(x) else None for key, x in row.items()})
+
+    try:
+        end = train(task, run, recipe, write)
+    except Exception as error:
+        traceback.print_exc()
+        end = {"end": "failed", "error": f"{type(error).__name__}: {error}"[:500]}
+    settings = task.settings | {"options": recipe.options, "tiny": args.tiny}
+    about = {"date": datetime.date.today().isoformat(), "device": machine.device(), "versions": machine.versions()}
+    log.append(args.log, name | run._asdict() | end | settings | about | {"commit": args.commit})
+    return last | end
+
+
+def describe(end: Row) -> str:
+    shown = ("end", "train_loss", "train_error", "valid_error", "bits", "ms", "seconds", "state_mib", "error")
+    return ", ".join(f"{k} {end[k]:.4g}" if isinstance(end[k], float) else f"{end[k]}" for k in shown if k in end)

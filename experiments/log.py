@@ -1,0 +1,89 @@
+"""Raw logs: JSON lines, one for every look at a run and one for its end.
+
+A run is known by its key. One that was cut short has no end; it is begun anew and told from its first attempt by the time at
+which that began.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any, NamedTuple
+
+Row = dict[str, Any]
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+class Run(NamedTuple):
+    task: str
+    optimizer: str
+    lr: float
+    seed: int
+    length: int
+    unit: str  # of the length: steps or epochs
+
+    @property
+    def key(self) -> str:
+        return f"{self.task}/{self.optimizer}/lr={self.lr:g}/seed={self.seed}/{self.unit}={self.length}"
+
+
+class Finished(NamedTuple):
+    run: Run
+    looks: list[Row]  # step, seconds, losses
+    end: Row  # how it ended, options, memory, versions
+
+    @property
+    def diverged(self) -> bool:
+        return bool(self.end["end"] == "diverged")
+
+
+def append(path: pathlib.Path, row: Row) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def read(path: pathlib.Path) -> list[Finished]:
+    """Every run that came to an end, however often it was tried, in order; a line that was cut off is passed over."""
+    looks: dict[tuple[str, str], list[Row]] = {}
+    found: dict[str, Finished] = {}
+    for row in _rows(path):
+        attempt = row["run"], row["attempt"]
+        if "end" not in row:
+            looks.setdefault(attempt, []).append(row)
+        elif row["end"] != "failed":
+            run = Run(**{name: row[name] for name in Run._fields})
+            found[run.key] = Finished(run, looks.get(attempt, []), row)
+    return list(found.values())
+
+
+def failed(path: pathlib.Path) -> list[str]:
+    """Keys of runs that ended in an error and never otherwise."""
+    ended = {finished.run.key for finished in read(path)}
+    return sorted({row["run"] for row in _rows(path) if row.get("end") == "failed"} - ended)
+
+
+def _rows(path: pathlib.Path) -> list[Row]:
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def of_length(runs: list[Finished], length: int) -> list[Finished]:
+    """Those of a length, or if there are none, of the longest."""
+    lengths = {finished.run.length for finished in runs}
+    length = length if length in lengths else max(lengths, default=length)
+    return [finished for finished in runs if finished.run.length == length]
+
+
+def best_rate(runs: list[Finished], score: str) -> float | None:
+    """The learning rate whose run with the first seed ended lowest."""
+    first = min((finished.run.seed for finished in runs), default=0)
+    sound = [f for f in runs if f.run.seed == first and not f.diverged]
+    return min(sound, key=lambda f: f.looks[-1][score]).run.lr if sound else None
