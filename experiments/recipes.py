@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -72,11 +71,11 @@ def muon(model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: 
     ]
 
 
-def lather_muon(model: nn.Module, lr: float, betas: tuple[float, float], momentum=0.95, **options: Any) -> Optimizers:
+def lather_muon(
+    model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float, **options: Any
+) -> Optimizers:
     """The same by lather."""
-    matrices, others = hidden(model)
-    adam = {"preconditioner": None, "graft": "adam", "polar_scale": None, "betas": betas, "beta3": None}
-    spectral = {"preconditioner": "spectral", "graft": None, "polar_scale": "match_rms_adamw"}
-    spectral |= {"betas": (momentum, betas[1]), "beta3": momentum**2, "max_preconditioner_dim": math.inf}
-    groups = [{"params": list(matrices.items())}, {"params": list(others.items()), **adam}]
-    return [lather.Shampoo(groups, lr=lr, **spectral | options)]
+    matrices, others = ({"params": list(part.items())} for part in hidden(model))
+    scale, adam = {"adjust_lr_fn": "match_rms_adamw"}, {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+    groups = [matrices, others | {"preconditioner": None}]
+    return [lather.muon(groups, lr=lr, weight_decay=weight_decay, adamw=adam, **scale | options)]
