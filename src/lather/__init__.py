@@ -4,7 +4,7 @@ from ._version import __version__
 from .health import NumericalWarning
 from .optimizer import Shampoo
 from .plan_report import PlanReport, plan
-from .presets import from_adagrad, from_adam, from_adamw, from_sgd, low_memory
+from .presets import from_adagrad, from_adam, from_adamw, from_sgd, low_memory, soap
 from .roots import Eigh, HigherOrder, Minimax, Newton, NewtonSchulz, PolarExpress, Qr, Svd, Track
 from .routing import route
 
@@ -29,4 +29,5 @@ __all__ = [
     "low_memory",
     "plan",
     "route",
+    "soap",
 ]

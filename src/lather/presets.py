@@ -1,13 +1,13 @@
-"""Recipes of torch's optimizers, carried over to :class:`Shampoo`.
+"""Recipes of torch's optimizers, and of SOAP, carried over to :class:`Shampoo`.
 
 A preset takes the arguments of torch's class, with its defaults, and then any options of ``Shampoo``, which win over what
 the preset chose. That holds for param groups too. One name has two meanings: ``eps`` is torch's here, ``graft_eps`` in
-``Shampoo``; the damping of the factors, which ``Shampoo`` calls ``eps``, is ``factor_eps``.
+``Shampoo``; the damping of the factors, which ``Shampoo`` calls ``eps``, is ``factor_eps``. (:func:`soap` has no damping.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from .optimizer import Shampoo
 from .options import OPTIONS
 
+Carry = Callable[[Mapping[str, Any]], dict[str, Any]]
 SAME_RESULT = ("foreach", "fused")  # ways to compute the same, which say nothing here
 REFUSED = {
     "amsgrad": "there is no running maximum of the second moment; leave it out",
@@ -25,6 +26,7 @@ REFUSED = {
     "initial_accumulator_value": "sums begin at zero; leave it out, and for first steps as short as with it pass "
     "eps={value!r} ** 0.5",
 }
+OF_SOAP = {"max_precond_dim": "max_preconditioner_dim", "correct_bias": "bias_correction"}  # what its authors call them
 
 
 def from_sgd(
@@ -185,17 +187,75 @@ def low_memory(params: Any, *arguments: Any, **options: Any) -> Shampoo:
     return from_adamw(params, *arguments, **{"factors": "packed", "root_dtype": "bfloat16"} | options)
 
 
-def _shampoo(given: dict[str, Any], **recipe: Any) -> Shampoo:
+def soap(
+    params: Any,
+    lr: float | Tensor = 3e-3,
+    betas: tuple[float, float] = (0.95, 0.95),
+    shampoo_beta: float = -1,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    precondition_frequency: int = 10,
+    max_precond_dim: float = 10000,
+    merge_dims: bool = False,
+    precondition_1d: bool = False,
+    normalize_grads: bool = False,
+    correct_bias: bool = True,
+    **options: Any,
+) -> Shampoo:
+    """``Shampoo`` with the recipe of SOAP (arXiv 2409.11321), by the arguments of its authors' optimizer.
+
+    | SOAP | Shampoo |
+    |---|---|
+    | the method | ``preconditioner="soap"``, ``graft=None``; parameters that have no factors follow Adam |
+    | ``lr``, ``weight_decay`` (decoupled), ``precondition_frequency``, ``merge_dims``, ``precondition_1d`` | the same |
+    | ``betas`` | the same; ``betas[1]`` averages the factors too |
+    | ``shampoo_beta`` | refused from 0 on: factors have no average of their own |
+    | ``eps`` | ``eps`` and, of parameters that have no factors, ``graft_eps`` |
+    | ``max_precond_dim`` | ``max_preconditioner_dim`` with ``large_dim="diagonal"``: a larger dimension is not rotated |
+    | ``correct_bias`` | ``bias_correction`` |
+    | ``normalize_grads`` | refused |
+
+    Their first step computes bases and moves nothing. Here it is Adam's, and so are all until the first refresh, at step
+    ``precondition_frequency``. A group with ``preconditioner=None``, such as :func:`route` makes, is Adam's as well.
+
+    >>> import torch, lather
+    >>> model = torch.nn.Linear(8, 4)
+    >>> opt = lather.soap(model.named_parameters(), lr=1e-3, max_precond_dim=4096)
+    >>> [row.method for row in opt.plan().params], opt.param_groups[0]["max_preconditioner_dim"]
+    (['soap', 'adam'], 4096)
+    """
+    return _shampoo(dict(locals()), _carry_soap, preconditioner="soap", graft=None, large_dim="diagonal")
+
+
+def _shampoo(given: dict[str, Any], carry: Carry | None = None, **recipe: Any) -> Shampoo:
     """``given`` are a preset's arguments by name: ``params``, torch's own, and ``options`` for what is not torch's."""
-    params, options = given.pop("params"), given.pop("options")
-    return Shampoo(_groups(params), **recipe | _carry(given) | _carry(options))
+    params, options, carry = given.pop("params"), given.pop("options"), carry or _carry
+    return Shampoo(_groups(params, carry), **recipe | carry(given) | carry(options))
 
 
-def _groups(params: Any) -> Any:
+def _groups(params: Any, carry: Carry) -> Any:
     """Parameters as they are, param groups with their options carried over."""
     if isinstance(params, Tensor):
         return params  # torch says what is wrong with that
-    return [_carry(item) if isinstance(item, dict) else item for item in params]
+    return [carry(item) if isinstance(item, dict) else item for item in params]
+
+
+def _carry_soap(given: Mapping[str, Any]) -> dict[str, Any]:
+    """As :func:`_carry`, for the arguments of SOAP."""
+    if given.get("shampoo_beta", -1) >= 0:
+        raise ValueError(
+            f"shampoo_beta={given['shampoo_beta']!r} is not supported: betas[1] averages factors too; leave it out"
+        )
+    if given.get("normalize_grads"):
+        raise ValueError("normalize_grads=True is not supported: gradients are taken as they are; leave it out")
+    options = {OF_SOAP.get(name, name): value for name, value in given.items()}
+    for name in ("shampoo_beta", "normalize_grads"):
+        options.pop(name, None)
+    if "eps" in options:
+        options["graft_eps"] = options["eps"] = OPTIONS["eps"].check("eps", options["eps"])
+    if options.get("preconditioner", "soap") is None:
+        options.setdefault("graft", "adam")
+    return options
 
 
 def _carry(given: Mapping[str, Any]) -> dict[str, Any]:
