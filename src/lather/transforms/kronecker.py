@@ -94,8 +94,8 @@ class Kronecker(Preconditioner):
             if group["root_device"] or group["refresh_delay"]:
                 return False
             sizes = {state[f"X{i}"].shape[-1] for i in range(order) if is_full(state, i)}
-            solvers = [options.solver(group, d, ctx.alive.device, order) for d in sizes]
-            if ctx.exponent(order) and not all(solver.is_capturable for solver in solvers):
+            able = (options.solver(group, d, ctx.alive.device, order).is_capturable for d in sizes)
+            if ctx.exponent(order) and not all(able):
                 return False
         return True
 

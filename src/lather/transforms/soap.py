@@ -30,7 +30,8 @@ class Soap(Kronecker):
     bases are no longer identities it is moved, ``w <- w x_i (Q_i^2)^T`` with squares of elements: the moment of
     rotated gradients whose elements are not correlated.
 
-    Where ``w`` is zero, rotations leave what they round: so ``sqrt(w / bc2)`` counts as 64 roundings of its mean square at least.
+    Where ``w`` should be zero, rotations leave what they round: so ``sqrt(w / bc2)`` counts as at least 64 roundings of its root
+    mean square over the block.
     """
 
     begins_at_once: ClassVar[bool] = True
@@ -53,11 +54,12 @@ class Soap(Kronecker):
 
     def put(self, state: State, index: Index, new: Mapping[int, Tensor], ok: Tensor) -> None:
         w = state["w"][index]
+        x = w.to(torch.promote_types(w.dtype, torch.float32))
         first = ok
         for i in new:
             first = first & _is_identity(state[f"Q{i}"][index])
-        squares = [new[i].mT.square() if i in new else None for i in range(w.dim() - 1)]
-        moved = rotated(w.to(torch.promote_types(w.dtype, torch.float32)), squares)
+        squares = [new[i].to(x.dtype).mT.square() if i in new else None for i in range(w.dim() - 1)]
+        moved = rotated(x, squares)
         state["w"][index] = torch.where(per_slot(first, w), moved.to(w.dtype), w)
         super().put(state, index, new, ok)
 
