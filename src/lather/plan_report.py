@@ -240,11 +240,11 @@ def _solvers(key: BankKey, group: Mapping[str, Any]) -> tuple[tuple[str, ...], t
     if options.is_spectral(group):
         return ((group["polar"],), ({},)) if key.modes else ((), ())
     e, solvers, times = options.exponent(group, len(key.shape)), list[str](), list[dict[str, float | None]]()
-    device = group["root_device"] or key.device
+    device, other = group["root_device"] or key.device, "identity" if options.is_soap(group) else "diagonal"
     for d, mode in zip(key.shape, key.modes, strict=False):
         choice = chosen(group["root"], d, device, e) if isinstance(group["root"], Mapping) else None
         ms = choice.milliseconds if choice and mode == "full" else {}
-        solvers.append(spell(options.solver(group, d, device, len(key.shape))) if mode == "full" else "diagonal")
+        solvers.append(spell(options.solver(group, d, device, len(key.shape))) if mode == "full" else other)
         times.append({name: t if t < math.inf else None for name, t in ms.items()})
     return tuple(solvers), tuple(times)
 

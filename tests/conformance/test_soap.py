@@ -244,6 +244,7 @@ def test_a_mode_that_is_too_large_is_not_rotated() -> None:
         "step": (), "L1": (4, 4), "Q1": (4, 4), "m": (9, 4), "w": (9, 4),
     }  # fmt: skip
     assert opt._banks[0].counts.sum() == 0
+    assert opt.plan().banks[0].solvers == ("identity", "eigh")
 
 
 def test_memory() -> None:
