@@ -18,8 +18,8 @@ LAYERS = [
     {"transforms", "plan", "rules"},
     {"bank", "exchange", "fleet", "runs", "store", "tables"},
     {"agreement", "build", "census", "changes", "checkpoint", "health", "plan_report", "scale", "units"},
-    {"optimizer"},
-    {"__init__", "cli", "demo", "presets", "routing", "__main__"},
+    {"optimizer", "routing"},
+    {"__init__", "cli", "demo", "presets", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = sorted(ROOT.rglob("*.py"))

@@ -48,6 +48,8 @@ OPTIONS = [
     {"large_dim": "diagonal", "max_preconditioner_dim": 20},
     {"refresh": "staggered"},
     {"preconditioner": "kl"},
+    {"preconditioner": "soap", "graft": None},
+    {"preconditioner": "soap", "large_dim": "diagonal", "max_preconditioner_dim": 20},
     {"preconditioner": "spectral", "graft": None, "polar_scale": "original"},
 ]
 
@@ -85,7 +87,18 @@ def test_the_count_sees_host_reads():
     assert counter.ops["aten._local_scalar_dense.default"] == 1
 
 
-@pytest.mark.parametrize("options", [{"root": "newton"}, {"root": "higher_order"}, {"root": "qr"}, {"root": "eigh"}])
+SOAP = {"preconditioner": "soap", "graft": None}
+ROOTS = [{"root": "newton"}, {"root": "higher_order"}, {"root": "qr"}, {"root": "eigh"}]
+ROOTS += [SOAP | {"root": root} for root in ("eigh", "qr", "track")]
+
+
+@pytest.mark.parametrize("options", ROOTS)
 def test_refresh_does_not_grow_with_the_number_of_parameters(options):
     few, many = counted_steps(2, (24, 16), **options), counted_steps(12, (24, 16), **options)
     assert sum(many[3].values()) == sum(few[3].values())
+
+
+def test_soap_by_track_reads_nothing_even_when_it_refreshes():
+    """Nor on a CPU, where what failed is asked for: but for that one look."""
+    ops = counted_steps(3, (24, 16), root="track", **SOAP)[3]
+    assert {name: ops[name] for name in HOST_READS if ops[name]} == {"aten.nonzero.default": 2}  # sizes 24 and 16

@@ -111,9 +111,10 @@ def test_fleets_are_of_one_kind(monkeypatch):
     assert [[kinds.index(share.key) for share in shares] for shares in fleets] == [[0, 1], [2], [4]]
 
 
-def test_polar_factors_have_no_kernels(monkeypatch):
+@pytest.mark.parametrize("method", ["spectral", "kl", "soap"])
+def test_other_methods_have_no_kernels(method, monkeypatch):
     monkeypatch.setattr(tables, "suits", lambda *_: True)
-    group = GROUP | {"preconditioner": "spectral"}
+    group = GROUP | {"preconditioner": method}
     banks = [(key((8, 8)), 2), (key((8,), (), method="graft"), 2)]
     assert [[share.shape for share in shares] for shares in divide(banks, [group])] == [[(8,)]]
 

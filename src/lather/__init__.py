@@ -4,7 +4,7 @@ from ._version import __version__
 from .health import NumericalWarning
 from .optimizer import Shampoo
 from .plan_report import PlanReport, plan
-from .presets import from_adagrad, from_adam, from_adamw, from_sgd, low_memory, muon
+from .presets import from_adagrad, from_adam, from_adamw, from_sgd, low_memory, muon, soap
 from .roots import Eigh, HigherOrder, Minimax, Newton, NewtonSchulz, PolarExpress, Qr, Svd, Track
 from .routing import route
 
@@ -30,4 +30,5 @@ __all__ = [
     "muon",
     "plan",
     "route",
+    "soap",
 ]

@@ -114,14 +114,16 @@ class Bank:
         method.accumulate(self.state, grads, ctx)
         if amortised:
             self._refresh(amortised, ctx, active, offsets)
+            amortised.follow(self.state, grads, ctx)
         own = graft.apply(self.state, u, ctx)
-        started = started_slots(ctx)
-        if not any(started) or (amortised and not self.begun):
+        waits = amortised if amortised and not amortised.begins_at_once else None
+        started = [True] * len(ctx.steps) if _is_alone(amortised, ctx.group) else started_slots(ctx)
+        if not any(started) or (waits and not self.begun):
             return own
         direction = method.apply(self.state, u, ctx)
         if ctx.group["graft"] is not None:
             direction = rescale(direction, norms(own))
-        ready = amortised.ready(self.state) if amortised else None
+        ready = waits.ready(self.state) if waits else None
         if not all(started):
             on = from_host(started, own)
             ready = on if ready is None else ready & on
@@ -143,6 +145,11 @@ class Bank:
             job = Refresh(self.state, due, ctx, self.counts[1], self.failing)
             refresh(method, [job], self.aside if ctx.group["refresh_delay"] else None)
             self.begun = True
+
+
+def _is_alone(method: Preconditioner | None, group: Mapping[str, Any]) -> bool:
+    """Whether there is no graft to follow before ``start_preconditioning_step``, and no need for one."""
+    return method is not None and method.begins_at_once and group["graft"] is None
 
 
 def started_slots(ctx: Context) -> list[bool]:
@@ -250,7 +257,9 @@ def amortised_of(key: BankKey, group: Mapping[str, Any]) -> Preconditioner | Non
 
 
 def graft_of(key: BankKey, group: Mapping[str, Any]) -> Graft:
-    return GRAFTS["adagrad" if key.method == "adagrad" else group["graft"]]
+    if key.method == "kronecker":
+        return GRAFTS[group["graft"]]
+    return GRAFTS["adagrad" if key.method == "adagrad" else options.elementwise(group)]
 
 
 def initial_state(key: BankKey, stack: Stack, group: Mapping[str, Any]) -> State:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .bank import Bank
 from .build import Built
 from .exchange import Circle
-from .transforms import factors_of
+from .transforms import factors_of, modes_of
 
 ALARM = 10  # steps between looks at the failures of all ranks; the same whatever options a rank knows of
 
@@ -177,7 +177,7 @@ def tally(banks: Iterable[Bank], name_of: Callable[[int], str]) -> dict[str, dic
 
 
 def _failure(bank: Bank, slot: int, name: str, failed: int, group: Mapping[str, Any], error: str | None) -> str:
-    factors = [factors_of(bank.state, mode, slice(slot, slot + 1))[0] for mode in range(len(bank.key.modes))]
+    factors = [factors_of(bank.state, mode, slice(slot, slot + 1))[0] for mode in modes_of(bank.state)]
     conditions = ", ".join(_condition(factor, group["eps"]) for factor in factors)
     cause = f". The last error was {error}" if error else ""
     return (

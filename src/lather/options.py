@@ -172,7 +172,7 @@ OPTIONS: dict[str, Option] = {
     "lr": Option(1e-3, _lr, "learning rate; a number or a one-element tensor"),
     "betas": Option((0.9, 0.999), _betas, "decay of the gradient filter and of the statistics; `betas[1] = 1` is the AdaGrad sum"),
     "beta3": Option(None, _optional(_number(0, 1)), "weight of the filtered gradient inside the direction; default `betas[0]`"),
-    "eps": Option(1e-12, _number(0, open_low=True), "added to the eigenvalues of every factor, as `damping` says"),
+    "eps": Option(1e-12, _number(0, open_low=True), "added to the eigenvalues of every factor, as `damping` says; for `\"soap\"`, to Adam's denominator"),
     "damping": Option("absolute", _choice("absolute", "relative"), "`eps` as it is, or times each factor's size: its Schatten 4-norm, a bound of the largest eigenvalue"),
     "weight_decay": Option(0.0, _number(0), "strength of weight decay"),
     "weight_decay_mode": Option("decoupled", _choice("decoupled", "l2", "corrected", "independent"), "how decay enters; see [algorithm](algorithm.md)"),
@@ -181,10 +181,10 @@ OPTIONS: dict[str, Option] = {
     "nesterov": Option(False, _bool, "Nesterov's form of momentum"),
     "maximize": Option(False, _bool, "ascend instead of descend"),
     "bias_correction": Option(True, _bool, "correct the averages for their start at zero"),
-    "preconditioner": Option("shampoo", _choice("shampoo", "kl", "spectral", None, others={"muon": "spectral"}), "the method: `\"shampoo\"`, `\"kl\"` (KL-Shampoo), whose factors see the gradient preconditioned by each other, or `\"spectral\"` (Muon), which orthogonalises the filtered gradient of every block; `None`: elementwise, by the graft alone", structural=True),
+    "preconditioner": Option("shampoo", _choice("shampoo", "soap", "kl", "spectral", None, others={"muon": "spectral"}), "the method: `\"shampoo\"`, `\"soap\"`, which is Adam in the eigenbases of Shampoo's factors, `\"kl\"` (KL-Shampoo), whose factors see the gradient preconditioned by each other, or `\"spectral\"` (Muon), which orthogonalises the filtered gradient of every block; `None`: elementwise, by the graft alone", structural=True),
     "exponent": Option(None, _optional(_exponent), "root exponent for all modes, or `{order: exponent}`; default `1 / (2 order)`, always `1 / 2` for `\"kl\"`; 0 leaves modes alone"),
     "exponent_multiplier": Option(1.0, _number(0, open_low=True), "multiplies the default exponent (1.82 in the paper for fully connected networks)"),
-    "root": Option("auto", _root, "root solver: `\"auto\"`, `\"eigh\"`, `\"newton\"`, `\"higher_order\"`, `\"minimax\"`, `\"qr\"`, `\"track\"` or a solver object"),
+    "root": Option("auto", _root, "root solver: `\"auto\"`, `\"eigh\"`, `\"newton\"`, `\"higher_order\"`, `\"minimax\"`, `\"qr\"`, `\"track\"` or a solver object; for `\"soap\"` one that gives a basis: `\"eigh\"`, `\"qr\"` or `\"track\"`"),
     "polar": Option("newton_schulz", _polar, "how `\"spectral\"` orthogonalises: `\"newton_schulz\"` (Muon's quintic, `steps=5`, with other `coefficients` if given), `\"polar_express\"` (the best quintics, `steps=5, lower=1e-3`), `\"svd\"` (exact, slow) or an object"),
     "polar_scale": Option(None, _polar_scale, "what `\"spectral\"` without a graft multiplies directions by: `\"original\"` `sqrt(max(1, rows / columns))`, `\"match_rms_adamw\"` `0.2 sqrt(max(rows, columns))`; default: nothing"),
     "graft": Option("adam", _choice("adam", "rmsprop", "adagrad", "sgd", None), "method whose step size is taken over", structural=True),
@@ -235,6 +235,8 @@ OF_ROOTS = (
     "root_dtype",
     "factors",
 )
+# Without effect where there are bases instead of roots.
+NOT_OF_BASES = ("exponent", "exponent_multiplier", "damping", "root_dtype")
 STRUCTURAL = tuple(name for name, option in OPTIONS.items() if option.structural)
 
 
@@ -284,7 +286,7 @@ def check_values(group: dict[str, Any], seen: dict[str, Any] | None = None) -> N
 
 
 def _check_exponents(group: Mapping[str, Any]) -> None:
-    solver = roots.parse(group["root"])
+    solver = roots.resolve_basis(group["root"], "cpu") if is_soap(group) else roots.parse(group["root"])
     given = dict(group["exponent"]) if isinstance(group["exponent"], tuple) else {}
     for order in given or (1, 2, 3):
         if e := exponent(group, order):
@@ -298,9 +300,9 @@ def _without_effect(group: Mapping[str, Any]) -> dict[str, str]:
         ("beta3", group["beta3"] is not None and no_filter, "without betas[0] > 0"),
         ("dampening", group["dampening"] != 0 and no_momentum, "without momentum > 0"),
         ("nesterov", group["nesterov"] and no_momentum, "without momentum > 0"),
-        ("graft_beta2", group["graft_beta2"] is not None and group["graft"] not in ("adam", "rmsprop"),
+        ("graft_beta2", group["graft_beta2"] is not None and elementwise(group) not in ("adam", "rmsprop"),
          f"with graft={group['graft']!r}; only 'adam' and 'rmsprop' use it"),
-        ("graft_eps", group["graft_eps"] != OPTIONS["graft_eps"].default and group["graft"] in ("sgd", None)
+        ("graft_eps", group["graft_eps"] != OPTIONS["graft_eps"].default and elementwise(group) in ("sgd", None)
          and group["large_dim"] != "adagrad", f"with graft={group['graft']!r}; it has no denominator"),
         *((name, group[name] > 0 and group["start_preconditioning_step"] == math.inf,
            "with start_preconditioning_step=inf; nothing is ever refreshed") for name in ("refresh_delay", "refresh_warmup")),
@@ -313,7 +315,9 @@ def _without_effect(group: Mapping[str, Any]) -> dict[str, str]:
           for name in OF_ROOTS),
         ("large_dim", is_spectral(group) and group["large_dim"] == "diagonal",
          "with preconditioner='spectral', which has no factors; use 'block' or 'adagrad'"),
-        *((name, group["preconditioner"] in ("shampoo", "kl") and group[name] != OPTIONS[name].default,
+        *((name, is_soap(group) and group[name] != OPTIONS[name].default, "with preconditioner='soap', which has bases and no roots")
+          for name in NOT_OF_BASES),
+        *((name, group["preconditioner"] in ("shampoo", "soap", "kl") and group[name] != OPTIONS[name].default,
            f"with preconditioner={group['preconditioner']!r}; only 'spectral' uses it") for name in ("polar", "polar_scale")),
         *((name, group["preconditioner"] == "kl" and group[name] != OPTIONS[name].default,
            "with preconditioner='kl', which is made of roots of exponent 1/2") for name in ("exponent", "exponent_multiplier")),
@@ -354,13 +358,31 @@ def exponent(group: Mapping[str, Any], order: int) -> float:
     given = group["exponent"]
     if isinstance(given, (tuple, list)):
         given = dict(given).get(order)
-    usual = 0.5 if group["preconditioner"] == "kl" else group["exponent_multiplier"] / (2 * order)
+    fixed = group["preconditioner"] in ("kl", "soap")  # a basis has none, but one for all lets all be solved together
+    usual = 0.5 if fixed else group["exponent_multiplier"] / (2 * order)
     return float(usual if given is None else given)
 
 
 def is_spectral(group: Mapping[str, Any]) -> bool:
     """Whether there are polar factors instead of factors and roots."""
     return bool(group["preconditioner"] == "spectral")
+
+
+def is_soap(group: Mapping[str, Any]) -> bool:
+    """Whether there are eigenbases instead of roots."""
+    return bool(group["preconditioner"] == "soap")
+
+
+def elementwise(group: Mapping[str, Any]) -> str | None:
+    """The method of parameters without factors: the graft's or, for SOAP without one, Adam, which it is without bases."""
+    return "adam" if is_soap(group) and group["graft"] is None else group["graft"]
+
+
+def solver(group: Mapping[str, Any], d: int, device: torch.device | str, order: int) -> roots.RootSolver:
+    """What refreshes factors of size ``d`` of blocks of this order."""
+    if is_soap(group):
+        return roots.resolve_basis(group["root"], device)
+    return roots.resolve(group["root"], d, device, exponent(group, order))
 
 
 def graft_beta2(group: Mapping[str, Any]) -> float:
@@ -389,7 +411,7 @@ def with_choices(group: Mapping[str, Any], choices: roots.Choices) -> Mapping[st
 
 def is_measured(group: Mapping[str, Any]) -> bool:
     """Whether solvers are to be measured for it; that is done in float32."""
-    auto = group["root"] == "auto" and not group["root_device"] and not is_spectral(group)
+    auto = group["root"] == "auto" and not group["root_device"] and not is_spectral(group) and not is_soap(group)
     return auto and compute_dtype(group) == torch.float32
 
 

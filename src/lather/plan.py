@@ -18,8 +18,8 @@ from typing import Any
 
 from . import assign
 from .blocks import Block, Layout, Region, Shape, cut
-from .options import compute_dtype, exponent, is_measured, is_spectral, wire_dtype
-from .roots import NO_CHOICES, Choices, chosen, parse_polar, resolve
+from .options import compute_dtype, exponent, is_measured, is_spectral, solver, wire_dtype
+from .roots import NO_CHOICES, Choices, chosen, parse_polar
 
 GEOMETRY = ("max_preconditioner_dim", "merge_dims", "large_dim", "batch_dims", "precondition_1d", "preconditioner")
 NOTHING: Mapping[tuple[int, int], int] = {}
@@ -234,9 +234,7 @@ def refresh_cost(block: Block, options: Mapping[str, Any], device: str) -> float
     if is_spectral(options):
         return 0.0
     device = options["root_device"] or device
-    return assign.refresh_flops(
-        block, lambda d: resolve(options["root"], d, device, exponent(options, len(block.shape)))
-    )
+    return assign.refresh_flops(block, lambda d: solver(options, d, device, len(block.shape)))
 
 
 def step_cost(block: Block, options: Mapping[str, Any]) -> float:
@@ -244,10 +242,9 @@ def step_cost(block: Block, options: Mapping[str, Any]) -> float:
     if is_spectral(options):
         used = block.modes and options["start_preconditioning_step"] != math.inf
         return parse_polar(options["polar"]).flops(block.shape[0], math.prod(block.shape[1:])) if used else 0.0
-    crossed = (
-        options["preconditioner"] == "kl"
-    )  # the gradient is multiplied for every factor, by the roots of the others
-    return assign.step_flops(block, products=len(block.modes) if crossed else 1)
+    # KL multiplies the gradient for every factor, by the roots of the others; SOAP rotates it, and what is applied there and back.
+    products = {"kl": len(block.modes), "soap": 3}.get(options["preconditioner"], 1)
+    return assign.step_flops(block, products)
 
 
 def _roots_at_once(banks: Mapping[BankKey, int], options: Mapping[str, Any]) -> Counter[tuple[str, int, float]]:

@@ -15,7 +15,7 @@ from .blocks import Block
 from .checkpoint import block_state
 from .layout import team_of
 from .plan import BankKey, Plan, Spec, make_plan, refresh_cost, step_cost
-from .roots import NO_CHOICES, Choices, chosen, resolve, spell
+from .roots import NO_CHOICES, Choices, chosen, spell
 from .scale import RankReport, block_bytes, layout_named, rank_report, scratch_bytes
 from .units import make_drafts
 
@@ -25,6 +25,7 @@ KINDS = {
     "X": "roots",
     "Y": "roots to come",
     "Q": "basis",
+    "w": "moment in the basis",
     "m": "filtered gradient",
     "v": "graft moment",
 }
@@ -212,7 +213,8 @@ def _param_row(plan: Plan, spec: Spec, blocks: Sequence[Block], rules: Sequence[
     if not blocks:
         return ParamRow(spec.name, spec.shape, "nothing", 0, (), "empty", rule)
     group, first = plan.groups[spec.group], blocks[0]
-    method = {"kronecker": group["preconditioner"], "graft": group["graft"] or "sgd"}.get(first.method, first.method)
+    names = {"kronecker": group["preconditioner"], "graft": options.elementwise(group) or "sgd"}
+    method = names.get(first.method, first.method)
     shapes = tuple(dict.fromkeys(block.shape for block in blocks))
     return ParamRow(spec.name, spec.shape, method, len(blocks), shapes, first.reason, rule)
 
@@ -238,11 +240,11 @@ def _solvers(key: BankKey, group: Mapping[str, Any]) -> tuple[tuple[str, ...], t
     if options.is_spectral(group):
         return ((group["polar"],), ({},)) if key.modes else ((), ())
     e, solvers, times = options.exponent(group, len(key.shape)), list[str](), list[dict[str, float | None]]()
-    device = group["root_device"] or key.device
+    device, other = group["root_device"] or key.device, "identity" if options.is_soap(group) else "diagonal"
     for d, mode in zip(key.shape, key.modes, strict=False):
         choice = chosen(group["root"], d, device, e) if isinstance(group["root"], Mapping) else None
         ms = choice.milliseconds if choice and mode == "full" else {}
-        solvers.append(spell(resolve(group["root"], d, device, e)) if mode == "full" else "diagonal")
+        solvers.append(spell(options.solver(group, d, device, len(key.shape))) if mode == "full" else other)
         times.append({name: t if t < math.inf else None for name, t in ms.items()})
     return tuple(solvers), tuple(times)
 

@@ -33,7 +33,7 @@ DEFAULTS: dict[str, Any] = {
 }
 # fmt: on
 CHOICES: dict[str, tuple[str | None, ...]] = {
-    "preconditioner": ("shampoo", "kl", "spectral", None),
+    "preconditioner": ("shampoo", "soap", "kl", "spectral", None),
     "polar_scale": (None, "original", "match_rms_adamw"),
     "damping": ("absolute", "relative"),
     "weight_decay_mode": ("l2", "decoupled", "corrected", "independent"),
@@ -107,6 +107,12 @@ def inverse_power(a: Tensor, e: float, eps: float) -> Tensor:
     return root
 
 
+def eigenbasis(a: Tensor) -> Tensor:
+    """The eigenvectors of a, one per column, of the largest eigenvalue first."""
+    vectors: Tensor = torch.linalg.eigh(a).eigenvectors
+    return vectors.flip(-1)
+
+
 def best_quintic(low: float, high: float) -> tuple[float, float, float]:
     """a, b, c with the least max |1 - (a t + b t^3 + c t^5)| on [low, high].
 
@@ -163,10 +169,11 @@ class Block:
         self.method, self.spectral = method, spectral
         self.m = torch.zeros_like(w)  # filtered gradient
         self.v = torch.zeros_like(w)  # squared gradients of the diagonal method
+        self.w = torch.zeros_like(w)  # SOAP: squared gradients in the eigenbases
         self.momentum = torch.zeros_like(w)
         # One per mode, d x d, or d where only the diagonal is kept; none at all for an elementwise block.
         self.factors = [w.new_zeros(d if diag else (d, d)) for d, diag in zip(w.shape, diagonal, strict=False)]
-        # None: not refreshed yet. A None inside: that mode is left alone.
+        # None: not refreshed yet. A None inside: that mode is left alone. For SOAP they are the eigenbases.
         self.roots: list[Tensor | None] | None = None
         self.waiting: list[Tensor | None] | None = None  # refreshed, and not used before the delay is over
 
@@ -232,6 +239,8 @@ class Reference:
         if kronecker and o["large_dim"] == "adagrad" and max(shape) > limit:
             kronecker, method = False, "adagrad"
         if not kronecker:
+            if method is None and o["preconditioner"] == "soap":
+                method = "adam"  # which SOAP is without bases
             self.sizes[-1].append(None)
             return [Block(p, method, [])]
         cuts = o["large_dim"] == "block"
@@ -252,7 +261,9 @@ class Reference:
             for j, (block, w, g) in enumerate(zip(self.blocks[i], ws, gs, strict=True)):
                 delay = self.options["refresh_delay"]
                 if delay and block.factors and self._due(self.steps[i] - delay, (i, j)):
-                    block.roots, block.waiting = block.waiting or block.roots, None
+                    if block.waiting is not None:
+                        self._put(block, block.waiting)
+                    block.waiting = None
                 due = bool(block.factors) and self._due(self.steps[i], (i, j))
                 self._step_block(block, w, g, self.steps[i], due)
 
@@ -281,6 +292,10 @@ class Reference:
         self._accumulate(block, g)  # 2. statistics
         if due:
             self._refresh(block, t)  # 3. roots
+        if o["preconditioner"] == "soap" and block.factors:
+            rotated = self._rotated(block, g)
+            new, beta2 = rotated**2, o["betas"][1]
+            block.w = block.w + new if beta2 == 1 else beta2 * block.w + (1 - beta2) * new
         self._accumulate_graft(block, g)  # 4. graft statistics
         g_bar = self._filter(block, g, t)  # 5. filtering
         p = self._direction(block, g_bar, t)  # 6. direction
@@ -310,14 +325,18 @@ class Reference:
 
     def _refresh(self, block: Block, t: int) -> None:
         o, order = self.options, len(block.factors)
-        beta2, e = o["betas"][1], o["exponent"]
+        e = o["exponent"]
         e = e.get(order) if isinstance(e, Mapping) else e
         usual = 0.5 if o["preconditioner"] == "kl" else o["exponent_multiplier"] / (2 * order)
         e = usual if e is None else e
-        bc2 = 1 - beta2**t if o["bias_correction"] and beta2 != 1 else 1.0
+        bc2 = self._bc2(t)
         if all(factor.isfinite().all() for factor in block.factors):
             corrected = [factor / bc2 for factor in block.factors]
-            roots = [inverse_power(a, e, self._ridge(a)) if e else None for a in corrected]
+            roots: list[Tensor | None]
+            if o["preconditioner"] == "soap":
+                roots = [eigenbasis(a) if a.ndim == 2 else None for a in corrected]
+            else:
+                roots = [inverse_power(a, e, self._ridge(a)) if e else None for a in corrected]
             if o["root_dtype"]:
                 kept = getattr(torch, o["root_dtype"])
                 roots = [None if root is None else root.to(kept).to(root.dtype) for root in roots]
@@ -325,7 +344,24 @@ class Reference:
                 if o["refresh_delay"]:
                     block.waiting = roots
                 else:
-                    block.roots = roots
+                    self._put(block, roots)
+
+    def _put(self, block: Block, roots: list[Tensor | None]) -> None:
+        """Put new roots to use. SOAP: the moment of a gradient with uncorrelated elements, in the first eigenbases."""
+        if self.options["preconditioner"] == "soap" and block.roots is None:
+            for i, q in enumerate(roots):
+                block.w = block.w if q is None else mode_product(block.w, i, q.T**2)
+        block.roots = roots
+
+    def _bc2(self, t: int) -> float:
+        beta2 = self.options["betas"][1]
+        return float(1 - beta2**t if self.options["bias_correction"] and beta2 != 1 else 1.0)
+
+    def _rotated(self, block: Block, x: Tensor, *, back: bool = False) -> Tensor:
+        """SOAP: x in the eigenbases, or out of them; before the first refresh they are identities."""
+        for i, q in enumerate(block.roots or ()):
+            x = x if q is None else mode_product(x, i, q if back else q.T)
+        return x
 
     def _ridge(self, a: Tensor) -> float:
         """eps, or eps times the fourth root of the sum of the eigenvalues' fourth powers."""
@@ -360,15 +396,26 @@ class Reference:
     def _direction(self, block: Block, g_bar: Tensor, t: int) -> Tensor:
         grafted = self._graft_direction(block, g_bar, t)
         start = self.options["start_preconditioning_step"]
+        if self.options["preconditioner"] == "soap" and block.factors:
+            if block.method is not None and start is not None and t < start:
+                return grafted
+            return self._grafted(block, self._adam_in_the_basis(block, g_bar, t), grafted)
         if (block.roots is None and not block.spectral) or (start is not None and t < start):
             return grafted
         p = self._orthogonal(g_bar) if block.spectral else g_bar
         for i, root in enumerate(block.roots or ()):
             p = p if root is None else mode_product(p, i, root)
+        return self._grafted(block, p, grafted)
+
+    def _grafted(self, block: Block, p: Tensor, grafted: Tensor) -> Tensor:
         if block.method is None or p.norm() == 0:
             return p
         scaled: Tensor = p * (grafted.norm() / p.norm())
         return scaled
+
+    def _adam_in_the_basis(self, block: Block, g_bar: Tensor, t: int) -> Tensor:
+        p = self._rotated(block, g_bar) / ((block.w / self._bc2(t)).sqrt() + self.options["eps"])
+        return self._rotated(block, p, back=True)
 
     def _orthogonal(self, g_bar: Tensor) -> Tensor:
         rows, columns = g_bar.shape[0], g_bar[0].numel()

@@ -41,6 +41,10 @@ VARIANTS: dict[str, Options] = {
     "minimax": {"root": "minimax"},
     "qr": {"root": "qr"},
     "kl": {"preconditioner": "kl", "weight_decay": 0.1},
+    "soap": {"preconditioner": "soap", "graft": None, "weight_decay": 0.1},
+    "soap, grafted": {"preconditioner": "soap", "betas": (0.9, 1.0), "start_preconditioning_step": 2},
+    "soap, qr": {"preconditioner": "soap", "graft": None, "root": "qr", "large_dim": "diagonal", "merge_dims": False},
+    "soap, track": {"preconditioner": "soap", "graft": None, "root": "track", "betas": (0.0, 0.95)},
     "spectral": {"preconditioner": "spectral", "weight_decay": 0.1},
     "spectral, ungrafted": {"preconditioner": "spectral", "graft": None, "polar": "polar_express", "merge_dims": False},
     "spectral, whole": {
@@ -159,7 +163,7 @@ def test_a_bad_gradient_stays_with_its_block(bad: float, options: Options) -> No
             advance(opt, params, [spoilt])
         after = snapshot(opt, params[1])
         # The roots may be refreshed from the statistics so far; the statistics stay.
-        mine = [key for key in after if key.endswith(f".{hit.index}") and key[0] in "Lmv"]
+        mine = [key for key in after if key.endswith(f".{hit.index}") and key[0] in "Lmvw"]
         assert all(torch.equal(after[key], before[key]) for key in mine)
         assert all(torch.equal(after[key][hurt], before[key][hurt]) for key in ("", "momentum"))
     for i in (0, 2):

@@ -390,6 +390,58 @@ def test_kl(case: str) -> None:
     assert Race([(ZOO, options)]).run(keep=0.8) <= 1e-3
 
 
+# Adam in eigenbases.
+
+EIGEN: Options = {"lr": 0.03, "betas": (0.9, 0.95), "eps": 1e-2, "weight_decay": 0.1, "precondition_frequency": 3}
+EIGEN |= {"max_preconditioner_dim": 4, "preconditioner": "soap", "graft": None}
+SOAP: dict[str, Options] = {
+    "plain": {},
+    "grafted": {"graft": "adam"},
+    "sgd": {"graft": "sgd", "betas": (0.0, 0.95), "momentum": 0.9},
+    "rmsprop, start at 5": {"graft": "rmsprop", "start_preconditioning_step": 5},
+    "start at 5": {"start_preconditioning_step": 5},
+    "never": {"start_preconditioning_step": math.inf},
+    "sum": {"betas": (0.9, 1.0)},
+    "no filter": {"betas": (0.0, 0.95)},
+    "beta3, uncorrected": {"beta3": 0.7, "bias_correction": False},
+    "every step": {"precondition_frequency": 1, "start_preconditioning_step": 4},
+    "staggered": {"refresh": "staggered", "start_preconditioning_step": 4, "momentum": 0.9},
+    "delayed": {"refresh_delay": 2, "precondition_frequency": 4},
+    "delayed, staggered": {"refresh_delay": 1, "refresh": "staggered", "start_preconditioning_step": 5},
+    "packed": {"factors": "packed"},
+    "diagonal": {"large_dim": "diagonal", "merge_dims": False},
+    "diagonal everywhere": {"large_dim": "diagonal", "max_preconditioner_dim": 1, "precondition_1d": True},
+    "adagrad": {"large_dim": "adagrad"},
+    "vectors": {"precondition_1d": True, "precondition_frequency": 5},
+    "elementwise eps": {"graft_eps": 1e-3, "graft_beta2": 0.8},
+    "unmerged, nesterov": {"merge_dims": False, "momentum": 0.9, "nesterov": True},
+    "l2, maximize": {"weight_decay_mode": "l2", "maximize": True},
+    "experts": {"batch_dims": 1},
+}
+
+
+@pytest.mark.parametrize("case", SOAP)
+def test_soap(case: str) -> None:
+    """In float32 eigenvectors of close eigenvalues are not told apart as well as in float64."""
+    shapes = [s for s in ZOO if s] if case == "experts" else ZOO
+    assert Race([(shapes, EIGEN | SOAP[case])], torch.float64).run(keep=0.8) <= 1e-9
+    assert Race([(shapes, EIGEN | SOAP[case])]).run(keep=0.8) <= 1e-2
+
+
+def test_soap_options_change_between_steps() -> None:
+    live = {4: {"eps": 0.1, "lr": 0.05}, 6: {"refresh_delay": 1}, 9: {"betas": (0.8, 0.9)}, 11: {"refresh_delay": 0}}
+    live |= {13: {"precondition_frequency": 2}, 15: {"betas": (0.8, 1.0)}}
+    assert Race([(FEW, EIGEN)], torch.float64).run(live=live) <= 1e-9
+
+
+@pytest.mark.parametrize("graft", GRAFTS)
+def test_soap_beside_shampoo(graft: str | None) -> None:
+    """Parts, and zero and bad gradients."""
+    groups = [([(9, 4), (6, 3), (9,)], EIGEN | {"split": 3, "graft": graft}), (FEW, BASES["adam"])]
+    with pytest.warns(lather.NumericalWarning):
+        assert Race(groups, torch.float64).run(spoil={5: {0: 0.0, 2: 0.0}, 7: {1: math.nan}}) <= 1e-9
+
+
 # Polar factors instead of roots.
 
 MUON: Options = {"lr": 0.03, "betas": (0.9, 0.95), "weight_decay": 0.1, "preconditioner": "spectral"}

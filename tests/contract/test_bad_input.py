@@ -169,6 +169,12 @@ IDLE: list[tuple[str, dict[str, Any]]] = [
     ("exponent", {"exponent": 0.25, "preconditioner": "kl"}),
     ("exponent_multiplier", {"exponent_multiplier": 1.82, "preconditioner": "kl"}),
     ("polar", {"polar": "svd", "preconditioner": "kl"}),
+    ("exponent", {"exponent": 0.25, "preconditioner": "soap"}),
+    ("exponent_multiplier", {"exponent_multiplier": 1.82, "preconditioner": "soap"}),
+    ("damping", {"damping": "relative", "preconditioner": "soap"}),
+    ("root_dtype", {"root_dtype": "bfloat16", "preconditioner": "soap"}),
+    ("polar", {"polar": "svd", "preconditioner": "soap"}),
+    ("graft_beta2", {"graft_beta2": 0.5, "preconditioner": "soap", "graft": "sgd"}),
     ("root", {"root": "eigh", "preconditioner": "spectral"}),
     ("exponent", {"exponent": 0.5, "preconditioner": "spectral"}),
     ("refresh", {"refresh": "staggered", "preconditioner": "spectral"}),
@@ -226,6 +232,21 @@ def test_exponent_that_a_solver_cannot_do(root: str, options: dict[str, Any]) ->
     for able in ("eigh", "qr", "auto"):
         lather.Shampoo([w], root=able, **options)
     lather.Shampoo([w], root=root, exponent={2: 0.5, 3: 0})
+
+
+@pytest.mark.parametrize("root", ["newton", "higher_order(order=4)", lather.Minimax()], ids=str)
+def test_a_solver_without_a_basis(root: Any) -> None:
+    """At construction, and when it is changed later."""
+    w = nn.Parameter(torch.ones(2, 2))
+    for make in (lambda: lather.Shampoo([w], preconditioner="soap", root=root), lambda: lather.soap([w], root=root)):
+        with pytest.raises(ValueError, match=r"^root=.*no eigenbasis.*'eigh', 'qr', 'track'"):
+            make()
+    opt = lather.Shampoo([w], preconditioner="soap", root="qr")
+    w.grad = torch.ones(2, 2)
+    opt.step()
+    opt.param_groups[0]["root"] = root
+    with pytest.raises(ValueError, match="no eigenbasis"):
+        opt.step()
 
 
 def test_batch_dims_name_the_parameter() -> None:

@@ -96,6 +96,16 @@ CASES: list[dict[str, Any]] = [
     {"refresh_delay": 1, "refresh": "staggered", "root": "track", "root_device": "cpu"},
     {"root_dtype": torch.float32, "state_dtype": "bfloat16", "factors": "packed", "root": "qr"},
     {"preconditioner": "kl", "refresh_delay": 1, "factors": "packed", "large_dim": "diagonal"},
+    {"preconditioner": "soap", "graft": None},
+    {"preconditioner": "soap", "refresh_delay": 1, "factors": "packed", "root": "track", "large_dim": "diagonal"},
+    {
+        "preconditioner": "soap",
+        "graft": None,
+        "refresh": "staggered",
+        "refresh_delay": 1,
+        "root": "qr",
+        "state_dtype": "bfloat16",
+    },
     {"preconditioner": "spectral", "momentum": 0.9},
     {"preconditioner": "spectral", "graft": None, "polar": "polar_express(steps=6)", "polar_scale": "original"},
     {"preconditioner": "spectral", "graft": None, "betas": (0.0, 0.9), "polar": lather.Svd()},  # keeps nothing at all

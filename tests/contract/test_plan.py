@@ -78,6 +78,13 @@ MIX: dict[str, dict[str, Any]] = {
     "double": {"state_dtype": "float64", "graft": "rmsprop", "root": "newton"},
     "diagonal": {"large_dim": "diagonal", "max_preconditioner_dim": 10, "graft": "sgd", "merge_dims": False},
     "adagrad": {"large_dim": "adagrad", "max_preconditioner_dim": 10, "graft": None},
+    "soap": {"preconditioner": "soap", "graft": None, "max_preconditioner_dim": 12},
+    "soap, diagonal": {
+        "preconditioner": "soap",
+        "large_dim": "diagonal",
+        "merge_dims": False,
+        "max_preconditioner_dim": 10,
+    },
     "vectors": {"precondition_1d": True, "graft": "adagrad", "exponent": {1: 0.25, 2: 0.5}},
 }
 
@@ -93,10 +100,10 @@ def test_memory_is_exact(name: str, dtype: torch.dtype) -> None:
     kinds = {kind: size for kind, size in report.memory.items() if kind != "total"}
     assert sum(kinds.values()) == report.memory["total"] == report.state_bytes
     prefixes = {"L": "factors", "X": "roots", "Q": "basis", "m.": "filtered gradient", "v": "graft moment"}
-    for prefix, kind in (prefixes | {"momentum": "momentum"}).items():
+    for prefix, kind in (prefixes | {"momentum": "momentum", "w": "moment in the basis"}).items():
         held = [v for s in opt.state.values() for k, v in s.items() if k.startswith(prefix)]
         assert kinds.get(kind, 0) == sum(v.nbytes for v in held)
-    assert ("basis" in kinds) == ("qr" in str(opt.param_groups[0]["root"]))
+    assert ("basis" in kinds) == ("qr" in str(opt.param_groups[0]["root"]) or name.startswith("soap"))
     assert opt.plan().to_dict() == report.to_dict()
 
 

@@ -118,10 +118,11 @@ def test_another_number_of_trainers(
         Case({"root": "qr", "momentum": 0.5, "stages": 2}, dtype=torch.bfloat16, steps=16),
         Case({"root": "newton", "communication_dtype": "int8", "state_dtype": "bfloat16", "momentum": 0.9}, steps=16),
         Case({"large_dim": "diagonal", "graft": None, "precondition_1d": True, "eps": 1e-2}, steps=16),
+        Case({"preconditioner": "soap", "graft": None, "momentum": 0.9, "root": "track"}, gaps=True, steps=16),
         Case({"preconditioner": "spectral", "momentum": 0.9, "stages": 2}, gaps=True, steps=16),
         Case({"preconditioner": "spectral", "graft": None, "betas": (0.0, 0.9)}, steps=16),  # keeps nothing
     ],
-    ids=["qr", "int8", "diagonal", "spectral", "spectral, no filter"],
+    ids=["qr", "int8", "diagonal", "soap", "spectral", "spectral, no filter"],
 )
 @pairs(FEW[:3])
 def test_other_options(source: str, target: str, case: Case, checkpoints: Checkpoints, pools: Pools) -> None:

@@ -46,6 +46,14 @@ CASES: dict[str, Case] = {
     "track": Case({"root": "track"}, gaps=True),
     "minimax": Case({"root": "minimax"}, gaps=True),
     "kl": Case({"preconditioner": "kl", "refresh": "staggered"} | MOMENTUM, gaps=True),
+    "soap": Case({"preconditioner": "soap", "graft": None, "refresh": "staggered", "weight_decay": 0.1}, gaps=True),
+    "soap, qr": Case(
+        {"preconditioner": "soap", "root": "qr", "stages": 2, "precondition_1d": True} | MOMENTUM, spoilt=True
+    ),
+    "soap, track": Case({"preconditioner": "soap", "graft": None, "root": "track", "refresh_delay": 1}, gaps=True),
+    "soap, diagonal": Case(
+        {"preconditioner": "soap", "graft": None, "large_dim": "diagonal", "betas": (0.0, 1.0)}, dtype=torch.bfloat16
+    ),
     "spectral": Case({"preconditioner": "spectral", "weight_decay": 0.1}, gaps=True),
     "spectral, ungrafted": Case(
         {"graft": None, "polar_scale": "original", "stages": 2} | SPECTRAL | MOMENTUM, spoilt=True

@@ -12,6 +12,7 @@ from ..linalg import symmetrize
 from .auto import NO_CHOICES, Choices, choose, chosen, decide, measure
 from .base import Basis, EigenSolver, Root, RootSolver, lift, settle
 from .eigh import Eigh
+from .firstorder import first_basis
 from .higher_order import HigherOrder
 from .minimax import Minimax
 from .newton import Newton
@@ -19,7 +20,7 @@ from .numerics import are_products_exact, power, products_in, relative_ridge
 from .polar import NewtonSchulz, Polar, PolarExpress, Svd
 from .products import splits
 from .qr import Qr
-from .spec import POLARS, SOLVERS, parse, parse_polar, resolve, spell
+from .spec import POLARS, SOLVERS, parse, parse_polar, resolve, resolve_basis, spell
 from .track import Track
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "choose",
     "chosen",
     "decide",
+    "first_basis",
     "measure",
     "parse",
     "parse_polar",
@@ -52,8 +54,11 @@ __all__ = [
     "products_in",
     "relative_ridge",
     "rescue",
+    "rescue_basis",
     "resolve",
+    "resolve_basis",
     "solve",
+    "solve_basis",
     "spell",
     "splits",
 ]
@@ -86,3 +91,21 @@ def rescue(a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -
     if "Q" in state:
         state["Q"] = torch.where(ok[:, None, None], basis.vectors.to(a.dtype), state["Q"])
     return Root(value, ok, basis.residual.to(a.dtype))
+
+
+def solve_basis(solver: RootSolver, a: Tensor, state: dict[str, Tensor]) -> Basis:
+    """The solver's eigenbases; as :func:`solve`, what it gives up on is done by eigh in float64 where asking costs nothing."""
+    assert isinstance(solver, EigenSolver)
+    basis = solver.basis(a, state)
+    if isinstance(solver, Eigh) or not a.is_cpu:
+        return basis
+    bad = (~basis.ok).nonzero().squeeze(1)
+    if bad.numel() == 0:
+        return basis
+    return Basis(*(old.index_copy(0, bad, new) for old, new in zip(basis, rescue_basis(a[bad]), strict=True)))
+
+
+def rescue_basis(a: Tensor) -> Basis:
+    """Eigenbases by eigh in float64."""
+    vectors, values, ok, residual = Eigh().basis(a.double(), {})
+    return Basis(vectors.to(a.dtype), values.to(a.dtype), ok, residual.to(a.dtype))

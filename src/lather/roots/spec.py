@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from .auto import Choices, choose, chosen
-from .base import RootSolver
+from .base import EigenSolver, RootSolver
 from .eigh import Eigh
 from .higher_order import HigherOrder
 from .minimax import Minimax
@@ -77,6 +77,23 @@ def resolve(spec: str | RootSolver | Choices, d: int, device: torch.device | str
         found = chosen(spec, d, device, e)
         return found.solver if found else choose(device, e)
     return choose(device, e) if spec == "auto" else parse(spec)
+
+
+def resolve_basis(spec: str | RootSolver, device: torch.device | str) -> EigenSolver:
+    """As `resolve`, for eigenbases: `"auto"` is `eigh`, or on CUDA, where that takes matrices one by one, `track`.
+
+    >>> resolve_basis("auto", "cpu"), resolve_basis("auto", "cuda").name
+    (Eigh(), 'track')
+    """
+    if spec == "auto":
+        return Track() if torch.device(device).type == "cuda" else Eigh()
+    solver = parse(spec)
+    if not isinstance(solver, EigenSolver):
+        able = ", ".join(repr(name) for name, kind in SOLVERS.items() if issubclass(kind, EigenSolver))
+        raise ValueError(
+            f"root={spec!r} gives no eigenbasis, which preconditioner='soap' is made of; use 'auto' or one of {able}"
+        )
+    return solver
 
 
 def spell(solver: RootSolver | Polar) -> str:

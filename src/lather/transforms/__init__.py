@@ -4,10 +4,11 @@ from .base import Batch, Context, Due, Preconditioner, Stack, State, Transform
 from .diagonal import GRAFTS, Graft
 from .filter import filter_correction, filter_gradient, init_filter
 from .kl import KL
-from .kronecker import Kronecker, factors_of
+from .kronecker import Kronecker, factors_of, modes_of
+from .soap import Soap
 from .spectral import Spectral
 
-PRECONDITIONERS: dict[str, Transform] = {"shampoo": Kronecker(), "kl": KL(), "spectral": Spectral()}
+PRECONDITIONERS: dict[str, Transform] = {"shampoo": Kronecker(), "soap": Soap(), "kl": KL(), "spectral": Spectral()}
 
 __all__ = [
     "GRAFTS",
@@ -24,4 +25,5 @@ __all__ = [
     "filter_correction",
     "filter_gradient",
     "init_filter",
+    "modes_of",
 ]

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,6 +113,11 @@ class Transform(ABC):
 
 class Preconditioner(Transform):
     """A transform with a part that is refreshed only now and then."""
+
+    begins_at_once: ClassVar[bool] = False  # whether it can be applied before the first refresh
+
+    def follow(self, state: State, grad: Tensor, ctx: Context) -> None:
+        """Take in a gradient after the refresh of the step, in place, as :meth:`accumulate` does before it; if need be."""
 
     @abstractmethod
     def apply(self, state: State, u: Tensor, ctx: Context, out: Tensor | None = None) -> Tensor:

@@ -33,13 +33,12 @@ class Kronecker(Preconditioner):
 
     def init(self, stack: Stack, group: Mapping[str, Any]) -> State:
         state: State = {}
-        kept, packed = options.root_dtype(group), group["factors"] == "packed"
+        kept = options.root_dtype(group)
         for i, (d, mode) in enumerate(zip(stack.shape, stack.modes, strict=True)):
             if mode == FULL:
-                state[f"L{i}"] = stack.zeros(d * (d + 1) // 2) if packed else stack.zeros(d, d)
+                state[f"L{i}"] = first_factor(stack, d, group)
                 state[f"X{i}"] = stack.zeros(d, d, dtype=kept)
-                device = group["root_device"] or stack.device
-                solver = roots.resolve(group["root"], d, device, options.exponent(group, len(stack.shape)))
+                solver = options.solver(group, d, group["root_device"] or stack.device, len(stack.shape))
                 warm = solver.init(stack.n, d, stack.dtype, stack.device)
                 state |= {f"{role}{i}": value for role, value in warm.items()}
             else:
@@ -51,7 +50,7 @@ class Kronecker(Preconditioner):
 
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
         beta2 = ctx.group["betas"][1]
-        for i in range(grad.dim() - 1):
+        for i in modes_of(state):
             factor, seen = state[f"L{i}"], self.seen_by(state, grad, i)
             new = gram(seen, i) if is_full(state, i) else gram_diagonal(seen, i)
             new = pack(new) if is_packed(state, i) else new
@@ -67,22 +66,36 @@ class Kronecker(Preconditioner):
     def batches(self, due: Sequence[Due], exact: bool = False) -> Iterator[Batch]:
         """Factors of one size are solved together, whatever block they belong to, in batches of bounded size."""
         for jobs in _batches(due):
-            yield _Batch(jobs, exact)
+            yield _Batch(self, jobs, exact)
+
+    def solve(
+        self, solver: roots.RootSolver, a: Tensor, e: float, group: Mapping[str, Any], warm: State, exact: bool
+    ) -> tuple[State, Tensor]:
+        """What is refreshed, by role and without the mode, of factors ``a [n, d, d]``; and ``[n]``, whether that went well."""
+        ridge = _ridge(a, group)
+        root = roots.rescue(a, e, ridge, warm) if exact else roots.solve(solver, a, e, ridge, warm)
+        return {"X": root.value, **warm}, root.ok
+
+    def put(self, state: State, index: Index, new: Mapping[int, Tensor], ok: Tensor) -> None:
+        """Put to use what was refreshed of some slots, by mode, where it is ok."""
+        for i, value in new.items():
+            _write(refreshed(state, i), index, value, ok)
 
     def publish(self, state: State, slots: Sequence[int]) -> None:
-        index = index_of(slots, state["X0"].device)
-        come = _is_root(state["Y0"][index])  # it has not if the delay was lengthened in between
-        for i in range(_order(state)):
-            old, new = state[f"X{i}"], state[f"Y{i}"][index]
-            old[index] = torch.where(per_slot(come, new), new, old[index])
+        if modes := modes_of(state):
+            first = state[f"Y{modes[0]}"]
+            index = index_of(slots, first.device)
+            come = _has_come(first[index])  # it has not if the delay was lengthened in between
+            self.put(state, index, {i: state[f"Y{i}"][index] for i in modes}, come)
 
     def is_capturable(self, due: Sequence[Due]) -> bool:
         for state, _, ctx in due:
-            e, group = ctx.exponent(_order(state)), ctx.group
+            order, group = len(modes_of(state)), ctx.group
             if group["root_device"] or group["refresh_delay"]:
                 return False
-            sizes = {state[f"X{i}"].shape[-1] for i in range(_order(state)) if is_full(state, i)}
-            if e and not all(roots.resolve(group["root"], d, ctx.alive.device, e).is_capturable for d in sizes):
+            sizes = {state[f"X{i}"].shape[-1] for i in range(order) if is_full(state, i)}
+            able = (options.solver(group, d, ctx.alive.device, order).is_capturable for d in sizes)
+            if ctx.exponent(order) and not all(able):
                 return False
         return True
 
@@ -111,9 +124,35 @@ def _is_root(x: Tensor) -> Tensor:
     return _diagonal(x)[:, 0] != 0
 
 
+def _has_come(x: Tensor) -> Tensor:
+    """``[n]``: neither roots nor bases have a first column of zeros, as they start."""
+    return (x[:, :1] if x.dim() == 2 else x[:, :, 0]).ne(0).any(1)
+
+
+def _write(to: Tensor, index: Index, value: Tensor, ok: Tensor, old: Tensor | None = None) -> None:
+    """Values where they are ok, ``old`` ones (those that are there) where not."""
+    kept = (to if old is None else old)[index]
+    to[index] = torch.where(per_slot(ok, value), value.to(to.dtype), kept)
+
+
+def first_factor(stack: Stack, d: int, group: Mapping[str, Any]) -> Tensor:
+    """Of a full mode."""
+    return stack.zeros(d * (d + 1) // 2) if group["factors"] == "packed" else stack.zeros(d, d)
+
+
+def modes_of(state: State) -> list[int]:
+    """The modes that have factors."""
+    return [int(role[1:]) for role in state if role[0] == "L"]
+
+
+def refreshed(state: State, mode: int) -> Tensor:
+    """What is made of a mode's factor: a root, or where there are none, a basis."""
+    return state[f"X{mode}"] if f"X{mode}" in state else state[f"Q{mode}"]
+
+
 def is_full(state: State, mode: int) -> bool:
-    """Whether a mode has a whole factor; its root then is a matrix, whatever form the factor is kept in."""
-    return state[f"X{mode}"].dim() == 3
+    """Whether a mode has a whole factor; what is made of it then is a matrix, whatever form the factor is kept in."""
+    return refreshed(state, mode).dim() == 3
 
 
 def is_packed(state: State, mode: int) -> bool:
@@ -123,7 +162,7 @@ def is_packed(state: State, mode: int) -> bool:
 def factors_of(state: State, mode: int, index: Index) -> Tensor:
     """The factors of some slots: ``[n, d, d]``, or ``[n, d]`` if diagonal."""
     kept = state[f"L{mode}"][index]
-    return unpack(kept, state[f"X{mode}"].shape[-1]) if is_packed(state, mode) else kept
+    return unpack(kept, refreshed(state, mode).shape[-1]) if is_packed(state, mode) else kept
 
 
 class _Side:
@@ -131,7 +170,8 @@ class _Side:
 
     def __init__(self, mode: int, job: Due, index: Index) -> None:
         self.mode, self.job, self.index = mode, job, index
-        self.e = job.ctx.exponent(_order(job.state))
+        self.order = len(modes_of(job.state))
+        self.e = job.ctx.exponent(self.order)
         correction = job.ctx.factor_correction()
         a = factors_of(job.state, mode, index).to(job.ctx.alive.dtype)
         if isinstance(correction, Tensor):
@@ -142,7 +182,7 @@ class _Side:
 
     @property
     def solver(self) -> roots.RootSolver:
-        return roots.resolve(self.job.ctx.group["root"], self.a.shape[-1], self.device, self.e)
+        return options.solver(self.job.ctx.group, self.a.shape[-1], self.device, self.order)
 
     @property
     def device(self) -> torch.device:
@@ -161,14 +201,10 @@ class _Side:
 Index = slice | Tensor
 
 
-def _order(state: State) -> int:
-    return sum(role.startswith("L") for role in state)
-
-
 def _batches(due: Sequence[Due]) -> Iterator[dict[int, Due]]:
     """What is due, by its number, in pieces of bounded size; a slot stays whole."""
-    sizes = [sum(job.state[f"X{i}"][0].numel() for i in range(_order(job.state))) for job in due]
-    everything = sum(size * len(job.state["X0"]) for size, job in zip(sizes, due, strict=True))
+    sizes = [max(1, sum(refreshed(job.state, i)[0].numel() for i in modes_of(job.state))) for job in due]
+    everything = sum(size * len(job.ctx.alive) for size, job in zip(sizes, due, strict=True))
     most = min(LARGEST, max(SMALLEST, everything // 4))
     batch: dict[int, Due] = {}
     room = most
@@ -189,11 +225,11 @@ def _batches(due: Sequence[Due]) -> Iterator[dict[int, Due]]:
 
 @final
 class _Batch(Batch):
-    def __init__(self, jobs: Mapping[int, Due], exact: bool) -> None:
-        self._jobs, self._exact = jobs, exact
+    def __init__(self, method: Kronecker, jobs: Mapping[int, Due], exact: bool) -> None:
+        self._method, self._jobs, self._exact = method, jobs, exact
         self._indices = [index_of(job.slots, job.ctx.alive.device) for job in jobs.values()]
         self._sides = [
-            [_Side(i, job, index) for i in range(_order(job.state))]
+            [_Side(i, job, index) for i in modes_of(job.state)]
             for job, index in zip(jobs.values(), self._indices, strict=True)
         ]
         self._alive = [job.ctx.alive[index] > 0 for job, index in zip(jobs.values(), self._indices, strict=True)]
@@ -210,9 +246,9 @@ class _Batch(Batch):
             else:
                 together.setdefault(side.alike, []).append(side)
         largest_first = sorted(together.values(), key=lambda sides: -sum(side.a.numel() for side in sides))
-        side_by_side([partial(_solve, alike, self._exact) for alike in largest_first])
+        side_by_side([partial(_solve, self._method, alike, self._exact) for alike in largest_first])
         return [
-            (number, job.slots, _publish(job, index, alive, sides))
+            (number, job.slots, _publish(self._method, job, index, alive, sides))
             for (number, job), index, alive, sides in zip(
                 self._jobs.items(), self._indices, self._alive, self._sides, strict=True
             )
@@ -226,20 +262,19 @@ def index_of(slots: Sequence[int], device: torch.device) -> Index:
     return positions(tuple(slots), device)
 
 
-def _solve(sides: Sequence[_Side], exact: bool) -> None:
-    """Roots of factors of one size, from the warm start if the solver has one."""
+def _solve(method: Kronecker, sides: Sequence[_Side], exact: bool) -> None:
+    """What is refreshed of factors of one size, from the warm start if the solver has one."""
     group, e, solver = sides[0].job.ctx.group, sides[0].e, sides[0].solver
     a = _joined([side.a.to(side.device) for side in sides])
     a = a if solver.sees_what_is_not_finite(a, e) and not exact else symmetrize(a)
     roles = solver.init(0, a.shape[-1], a.dtype, a.device)
     warm = {role: _joined([side.warm(role) for side in sides]) for role in roles}
-    ridge = _ridge(a, group)
-    root = roots.rescue(a, e, ridge, warm) if exact else roots.solve(solver, a, e, ridge, warm)
+    fresh, fine = method.solve(solver, a, e, group, warm, exact)
     sizes = [len(side.a) for side in sides]
-    for role, value in {"X": root.value, **warm}.items():
+    for role, value in fresh.items():
         for side, part in zip(sides, torch.split(value, sizes), strict=True):
             side.fresh[role] = part.to(side.a.device)
-    for side, ok in zip(sides, torch.split(root.ok, sizes), strict=True):
+    for side, ok in zip(sides, torch.split(fine, sizes), strict=True):
         side.ok = ok.to(side.a.device)
 
 
@@ -247,22 +282,34 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _publish(job: Due, index: Index, alive: Tensor, sides: Sequence[_Side]) -> Tensor:
-    """Write the new roots of the slots that are ok and alive; a block takes all its new roots or none. Roots that are used
-    later wait as ``Y``."""
-    ok = sides[0].ok
+def _publish(method: Kronecker, job: Due, index: Index, alive: Tensor, sides: Sequence[_Side]) -> Tensor:
+    """Write what is new of the slots that are ok and alive; a block takes all its new roots, or bases, or none. Those that are
+    used later wait as ``Y``."""
+    state, ok = job.state, torch.ones_like(alive)
     for side in sides:
-        kept = job.state[f"X{side.mode}"].dtype
-        ok = ok & side.ok
-        if side.fresh["X"].dtype != kept:  # it must also be finite, and positive, in what it is kept in
-            rounded = side.fresh["X"].to(kept)
-            ok = ok & rounded.isfinite().flatten(1).all(1) & (_diagonal(rounded) > 0).all(1)
+        ok = ok & side.ok & _is_kept(side.fresh, refreshed(state, side.mode).dtype)
+    new: dict[int, Tensor] = {}
     for side in sides:
         for role, value in side.fresh.items():
-            old = job.state[f"{role}{side.mode}"]
-            new = job.state[f"Y{side.mode}"] if role == "X" and job.ctx.group["refresh_delay"] else old
-            new[index] = torch.where(per_slot(ok & alive, value), value.to(old.dtype), old[index])
+            old = state[f"{role}{side.mode}"]
+            if old is refreshed(state, side.mode):
+                new[side.mode] = value
+            else:
+                _write(old, index, value, ok & alive)
+    if job.ctx.group["refresh_delay"]:
+        for i, value in new.items():
+            _write(state[f"Y{i}"], index, value, ok & alive, old=refreshed(state, i))
+    else:
+        method.put(state, index, new, ok & alive)
     return ok | ~alive
+
+
+def _is_kept(fresh: State, kept: torch.dtype) -> Tensor | bool:
+    """A root must also be finite, and positive, in what it is kept in."""
+    if "X" not in fresh or fresh["X"].dtype == kept:
+        return True
+    rounded = fresh["X"].to(kept)
+    return rounded.isfinite().flatten(1).all(1) & (_diagonal(rounded) > 0).all(1)
 
 
 def _ridge(a: Tensor, group: Mapping[str, Any]) -> float | Tensor:

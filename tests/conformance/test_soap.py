@@ -1,0 +1,342 @@
+"""SOAP: what must hold of Adam in eigenbases, and of the moment that is kept in them."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lather
+from lather.options import OPTIONS
+from lather.reference import Reference
+from lather.roots import rescue_basis, resolve_basis, solve_basis
+from lather.transforms import PRECONDITIONERS, Context, Due, Stack
+from lather.transforms.soap import Soap, rotated
+
+Options = dict[str, Any]
+Shape = tuple[int, ...]
+
+SOAP: Options = {"preconditioner": "soap", "graft": None, "lr": 0.05, "betas": (0.9, 0.95), "eps": 1e-4}
+SHAPES: list[Shape] = [(7, 5), (5, 7), (3, 4, 2), (6,), ()]
+BASES = ["eigh", "qr", "track"]
+every_root = pytest.mark.parametrize("root", BASES)
+
+
+def parameters(shapes: Sequence[Shape] = SHAPES, dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def gradients(steps: int, shapes: Sequence[Shape] = SHAPES, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [[torch.randn(s, generator=generator).to(dtype) for s in shapes] for _ in range(steps)]
+
+
+def train(opt: torch.optim.Optimizer, grads: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    params = [p for group in opt.param_groups for p in group["params"]]
+    for row in grads:
+        for p, g in zip(params, row, strict=True):
+            p.grad = g.clone()
+        opt.step()
+    return [p.detach().clone() for p in params]
+
+
+def orthogonal(d: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64))[0]
+
+
+# Identity bases.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precondition_frequency": 100},
+        {"start_preconditioning_step": math.inf},
+        {"large_dim": "diagonal", "max_preconditioner_dim": 1, "precondition_frequency": 2},
+        {"start_preconditioning_step": math.inf, "refresh": "staggered", "precondition_1d": True, "factors": "packed"},
+    ],
+    ids=["before the first refresh", "never", "no factors", "never, vectors"],
+)
+def test_with_identity_bases_it_is_adam(options: Options, dtype: torch.dtype) -> None:
+    """Vectors and scalars too, which have no bases."""
+    given = {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": 0.1}
+    theirs = train(torch.optim.AdamW(parameters(dtype=dtype), eps=1e-6, **given), gradients(20, dtype=dtype))
+    opt = lather.Shampoo(
+        parameters(dtype=dtype), **SOAP | given | {"eps": 1e-6, "graft_eps": 1e-6} | options, state_dtype=dtype
+    )
+    ours = train(opt, gradients(20, dtype=dtype))
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-13
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_the_first_step_is_a_step() -> None:
+    """Adam's first step is as long in every element."""
+    (before,) = parameters([(7, 5)])
+    opt = lather.Shampoo([before], **SOAP | {"eps": 1e-12}, state_dtype="float64")
+    start = before.detach().clone()
+    (after,) = train(opt, gradients(1, [(7, 5)]))
+    torch.testing.assert_close((start - after).abs(), torch.full((7, 5), 0.05, dtype=torch.float64))
+
+
+def test_before_the_start_it_follows_its_graft() -> None:
+    given = SOAP | {"graft": "adam", "start_preconditioning_step": 6, "precondition_frequency": 2}
+    theirs = train(torch.optim.Adam(parameters(), lr=0.05, betas=(0.9, 0.95)), gradients(5))
+    ours = train(lather.Shampoo(parameters(), **given, state_dtype="float64"), gradients(5))
+    torch.testing.assert_close(ours, theirs)
+    later = train(lather.Shampoo(parameters(), **given, state_dtype="float64"), gradients(8))
+    alone = train(lather.Shampoo(parameters(), **given | {"preconditioner": None}, state_dtype="float64"), gradients(8))
+    assert all(torch.allclose(a, b) == (a.dim() < 2) for a, b in zip(later, alone, strict=True))
+
+
+@pytest.mark.parametrize("graft", ["adam", "sgd", "rmsprop", "adagrad"])
+def test_a_graft_decides_how_long_steps_are(graft: str) -> None:
+    shapes: list[Shape] = [(5, 5), (3, 4, 2)]
+    given = {"lr": 1.0, "betas": (0.0, 0.95), "graft": graft, "state_dtype": "float64"}
+    for p in (soap := parameters(shapes)) + (plain := parameters(shapes)):
+        p.data.zero_()
+    one = lather.Shampoo(soap, **given, preconditioner="soap", precondition_frequency=2)
+    other = lather.Shampoo(plain, **given, preconditioner=None)
+    for row in gradients(5, shapes):
+        before = [p.detach().clone() for p in (*soap, *plain)]
+        for opt in (one, other):
+            train(opt, [row])
+        moved = [(p.detach() - old).norm() for p, old in zip((*soap, *plain), before, strict=True)]
+        torch.testing.assert_close(moved[:2], moved[2:])
+
+
+# Rotations, scale.
+
+
+@pytest.mark.parametrize("options", [{}, {"betas": (0.0, 1.0)}, {"graft": "sgd"}], ids=["", "sum", "sgd"])
+def test_rotated_gradients_give_rotated_steps(options: Options) -> None:
+    """From the first step on there is a basis. Square matrices: their factors have full rank, and so one basis."""
+    u, v = orthogonal(6, 3), orthogonal(6, 4)
+    given = SOAP | {"precondition_frequency": 1, "eps": 1e-2, "state_dtype": "float64"} | options
+    grads = gradients(6, [(6, 6)])
+    results = []
+    for turned in ([[g] for (g,) in grads], [[u @ g @ v.mT] for (g,) in grads]):
+        p = nn.Parameter(torch.zeros(6, 6, dtype=torch.float64))
+        results.append(train(lather.Shampoo([p], **given), turned)[0])
+    torch.testing.assert_close(results[1], u @ results[0] @ v.mT, rtol=1e-8, atol=1e-8)
+
+
+def test_scale_of_gradients() -> None:
+    """g -> c g with eps -> c eps moves parameters alike, bit for bit if c is a power of two: eigenbases do not change."""
+    results = []
+    for c in (1.0, 16.0):
+        opt = lather.Shampoo(parameters(), **SOAP | {"eps": 1e-3 * c, "graft_eps": 1e-3 * c}, precondition_frequency=3)
+        results.append(train(opt, [[c * g for g in row] for row in gradients(9)]))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
+
+
+def test_permuted_rows_and_columns() -> None:
+    """Also while bases are identities, and when they cease to be: the moment goes along."""
+    rows, columns = torch.randperm(7), torch.randperm(5)
+    grads, given = gradients(9, [(7, 5)]), SOAP | {"precondition_frequency": 4, "state_dtype": "float64"}
+    straight = train(lather.Shampoo([nn.Parameter(torch.zeros(7, 5, dtype=torch.float64))], **given), grads)[0]
+    turned = [[g[rows][:, columns]] for (g,) in grads]
+    shuffled = train(lather.Shampoo([nn.Parameter(torch.zeros(7, 5, dtype=torch.float64))], **given), turned)[0]
+    torch.testing.assert_close(shuffled, straight[rows][:, columns], rtol=1e-9, atol=1e-9)
+
+
+# The moment and its basis.
+
+
+def stack_of(shape: Shape, n: int = 3, **options: Any) -> tuple[Soap, dict[str, Tensor], Context, Options]:
+    method = PRECONDITIONERS["soap"]
+    assert isinstance(method, Soap)
+    group = {name: option.default for name, option in OPTIONS.items()} | SOAP | options
+    stack = Stack(n, shape, ("full",) * len(shape), torch.float64, torch.float64, torch.device("cpu"))
+    ctx = Context(group, [4] * n, torch.ones(n, dtype=torch.float64))
+    return method, method.init(stack, group), ctx, group
+
+
+def refresh(method: Soap, due: Due) -> None:
+    for batch in method.batches([due]):
+        assert all(ok.all() for _, _, ok in batch())
+
+
+@every_root
+def test_columns_go_by_descending_eigenvalue_whoever_solves(root: str) -> None:
+    """So an element of the moment belongs to the same ranks after a refresh, also when eigenvalues trade places."""
+    method, state, ctx, _ = stack_of((5, 4), root=root)
+    generator = torch.Generator().manual_seed(0)
+    for t in range(12):
+        sizes = torch.linspace(1, 3, 5, dtype=torch.float64).roll(t)  # another row is the largest each time
+        g = torch.randn(3, 5, 4, generator=generator, dtype=torch.float64) * sizes[:, None]
+        method.accumulate(state, g, ctx)
+        before = state["w"].clone()
+        refresh(method, Due(state, [0, 1, 2], ctx))
+        if t:
+            assert torch.equal(state["w"], before)
+        method.follow(state, g, ctx)
+        for i, d in enumerate((5, 4)):
+            q, factor = state[f"Q{i}"], state[f"L{i}"]
+            torch.testing.assert_close(q.mT @ q, torch.eye(d, dtype=torch.float64).expand(3, d, d), rtol=0, atol=1e-6)
+            values = (q.mT @ factor @ q).diagonal(dim1=1, dim2=2)
+            assert (values.diff(dim=1) <= 1e-9).all()
+
+
+def test_the_moment_moves_along_when_bases_cease_to_be_identities() -> None:
+    """It is that of rotated gradients, for gradients with uncorrelated elements."""
+    method, state, ctx, _ = stack_of((5, 4))
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.rand(5, 4, generator=generator, dtype=torch.float64)
+    state["w"].copy_(sizes.square())
+    g = torch.randn(3, 5, 4, generator=generator, dtype=torch.float64)
+    method.accumulate(state, g, ctx)
+    refresh(method, Due(state, [0, 2], ctx))
+    samples = sizes * torch.randn(200_000, 5, 4, generator=generator, dtype=torch.float64)
+    for slot in (0, 2):
+        q = [state[f"Q{i}"][slot].mT.expand(len(samples), -1, -1) for i in range(2)]
+        torch.testing.assert_close(state["w"][slot], rotated(samples, q).square().mean(0), rtol=0.02, atol=0.0)
+    assert torch.equal(state["w"][1], sizes.square())  # not refreshed
+    moved = state["w"].clone()
+    method.accumulate(state, g.flip(1), ctx)
+    refresh(method, Due(state, [0, 2], ctx))
+    assert torch.equal(state["w"], moved)  # there was a basis
+
+
+def test_signs_of_eigenvectors_do_not_matter() -> None:
+    (p,), (q,) = parameters([(7, 5)]), parameters([(7, 5)])
+    one, other = (lather.Shampoo([x], **SOAP, precondition_frequency=3, state_dtype="float64") for x in (p, q))
+    grads = gradients(5, [(7, 5)])
+    train(one, grads), train(other, grads)
+    state = other.state[q]
+    state["Q0.0"][:, ::2] *= -1
+    state["Q1.0"][:, 1:3] *= -1
+    for opt in (one, other):
+        train(opt, gradients(8, [(7, 5)])[5:])
+    torch.testing.assert_close(q, p)
+
+
+def test_what_rotations_round_is_no_gradient() -> None:
+    """In its own eigenbases a gradient is diagonal: the rest, of w too, is rounding, and must not be blown up by its like."""
+    p = nn.Parameter(torch.zeros(48, 32))
+    opt = lather.Shampoo([p], **SOAP | {"eps": 1e-12, "lr": 1.0, "precondition_frequency": 1})
+    g = torch.randn(48, 32)
+    train(opt, [[g]])
+    u, _, vh = torch.linalg.svd(g, full_matrices=False)
+    along = -(p.detach() * (u @ vh)).sum() / (u @ vh).norm() ** 2
+    torch.testing.assert_close(along, torch.tensor(1.0), rtol=0.1, atol=0)
+    assert p.norm() < 48 * 32 / 40  # as long as a step of Adam would be, or shorter
+
+
+# Where parameters are large, and on what basis.
+
+
+def test_a_mode_that_is_too_large_is_not_rotated() -> None:
+    p = nn.Parameter(torch.zeros(9, 4, dtype=torch.float64))
+    given = SOAP | {
+        "large_dim": "diagonal",
+        "max_preconditioner_dim": 4,
+        "precondition_frequency": 2,
+        "state_dtype": "float64",
+    }
+    opt = lather.Shampoo([p], **given)
+    train(opt, gradients(6, [(9, 4)]))
+    assert {key.partition(".")[0]: tuple(x.shape) for key, x in opt.state[p].items()} == {
+        "step": (), "L1": (4, 4), "Q1": (4, 4), "m": (9, 4), "w": (9, 4),
+    }  # fmt: skip
+    assert opt._banks[0].counts.sum() == 0
+    assert opt.plan().banks[0].solvers == ("identity", "eigh")
+
+
+def test_memory() -> None:
+    """Two factors, two bases, the filtered gradient and the moment; nothing else."""
+    size = 4 * 64 * 64
+    report = lather.plan({"w": (64, 64), "b": (64,)}, preconditioner="soap", graft=None)
+    assert report.memory == {
+        "factors": 2 * size, "basis": 2 * size, "filtered gradient": size + 256, "graft moment": 256,
+        "moment in the basis": size, "total": 6 * size + 512,
+    }  # fmt: skip
+    assert [row.method for row in report.params] == ["soap", "adam"]
+    delayed = lather.plan({"w": (64, 64)}, preconditioner="soap", graft=None, refresh_delay=1)
+    assert delayed.memory["roots to come"] == 2 * size
+    assert report.banks[0].solvers == ("eigh", "eigh")
+    assert lather.plan({"w": (64, 64)}, preconditioner="soap", device="cuda").banks[0].solvers == ("track", "track")
+    shampoo = lather.plan({"w": (64, 64)}, graft=None)
+    assert report.step_flops == 2 * shampoo.step_flops  # four products and a Gram matrix against two, by mode
+
+
+def test_solvers() -> None:
+    assert [resolve_basis(name, "cuda").name for name in ("auto", *BASES)] == ["track", *BASES]
+    with pytest.raises(ValueError, match="no eigenbasis"):
+        resolve_basis("minimax", "cpu")
+
+
+@every_root
+def test_a_basis_that_fails_comes_from_eigh(root: str) -> None:
+    solver = resolve_basis(root, "cpu")
+    a = torch.diag_embed(torch.tensor([[3.0, 2.0, 1.0], [1.0, 5.0, 2.0], [1.0, math.nan, 1.0]]))
+    warm = solver.init(3, 3, torch.float32, "cpu")
+    if warm:
+        warm["Q"][1] = math.nan
+    basis = solve_basis(solver, a, warm)
+    assert basis.ok.tolist() == [True, True, False]
+    torch.testing.assert_close(basis.values[1], torch.tensor([5.0, 2.0, 1.0]))
+    assert torch.equal(rescue_basis(a).vectors[1].abs(), basis.vectors[1].abs().round())
+
+
+def test_a_refresh_that_fails_keeps_the_basis() -> None:
+    p = parameters([(7, 5)])[0]
+    opt = lather.Shampoo([p], **SOAP, precondition_frequency=2, state_dtype="float64")
+    train(opt, gradients(3, [(7, 5)]))
+    state = opt.state[p]
+    state["L0.0"].fill_(math.nan)
+    before = {key: x.clone() for key, x in state.items()}
+    with pytest.warns(lather.NumericalWarning, match="could not be refreshed"):
+        train(opt, gradients(1, [(7, 5)]))
+    assert all(torch.equal(state[key], before[key]) for key in ("Q0.0", "Q1.0"))
+    assert [counts["failed"] for counts in opt.health().values()] == [1]
+    assert p.isfinite().all() and not torch.equal(state["w.0"], before["w.0"])
+
+
+# The recipe.
+
+
+def test_preset() -> None:
+    """Against the twin; and what its authors' arguments become."""
+    ours, theirs = parameters(), parameters()
+    opt = lather.soap(ours, precondition_frequency=3, eps=1e-3, max_precond_dim=5, state_dtype="float64")
+    options = {
+        "lr": 3e-3,
+        "betas": (0.95, 0.95),
+        "eps": 1e-3,
+        "graft_eps": 1e-3,
+        "weight_decay": 0.01,
+        "merge_dims": False,
+    }
+    options |= {"preconditioner": "soap", "graft": None, "large_dim": "diagonal", "max_preconditioner_dim": 5}
+    twin = Reference(theirs, precondition_frequency=3, **options)
+    train(opt, gradients(9))
+    for row in gradients(9):
+        twin.step(row)
+    torch.testing.assert_close([p.detach() for p in ours], twin.params)
+    group = lather.soap(parameters(), correct_bias=False, precondition_1d=True, merge_dims=True).param_groups[0]
+    assert (group["bias_correction"], group["precondition_1d"], group["merge_dims"]) == (False, True, True)
+    assert (group["lr"], group["betas"], group["eps"], group["graft_eps"]) == (3e-3, (0.95, 0.95), 1e-8, 1e-8)
+    assert (group["weight_decay"], group["precondition_frequency"], group["max_preconditioner_dim"]) == (
+        0.01,
+        10,
+        10000,
+    )
+    for name, value in (("shampoo_beta", 0.9), ("normalize_grads", True)):
+        with pytest.raises(ValueError, match=rf"^{name}={value}.*leave it out"):
+            lather.soap(parameters(), **{name: value})
+
+
+def test_preset_of_groups() -> None:
+    model = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 3), nn.Linear(3, 4), nn.Linear(4, 20, bias=False))
+    opt = lather.soap(lather.route(model, [("^1", {"eps": 1e-5, "max_preconditioner_dim": 7})]), lr=1e-2)
+    methods = {row.name: row.method for row in opt.plan().params}
+    assert methods == {
+        "0.weight": "adam", "1.weight": "soap", "1.bias": "adam", "2.weight": "soap", "2.bias": "adam", "3.weight": "adam",
+    }  # fmt: skip
+    group = next(group for group in opt.param_groups if group["eps"] == 1e-5)
+    assert (group["graft_eps"], group["max_preconditioner_dim"], group["graft"]) == (1e-5, 7, None)
