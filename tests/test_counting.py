@@ -48,6 +48,8 @@ OPTIONS = [
     {"large_dim": "diagonal", "max_preconditioner_dim": 20},
     {"refresh": "staggered"},
     {"preconditioner": "kl"},
+    {"averaging": "schedule_free"},
+    {"averaging": "gpa", "averaging_beta": 0.2},
     {"preconditioner": "spectral", "graft": None, "polar_scale": "original"},
 ]
 

@@ -60,7 +60,7 @@ class Built:
         if self._stored is None:
             self._stored = self._local()
         shares = self._shares(grads, groups)
-        new = [i for i in shares if self.steps[i] <= 1]  # averages begin where the parameter is at its first step
+        new = [i for i in shares if self.steps[i] <= (i in grads)]  # averages begin at the parameter's first step
         copy_pairs([(self._stored.kept[i], self._stored.params[i]) for i in new])
         first = self.steps[0] if self.steps else 0
         even = first if len(grads) == len(self.steps) == self.steps.count(first) else None

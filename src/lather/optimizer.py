@@ -228,12 +228,11 @@ class Shampoo(torch.optim.Optimizer):
         self._publish()
 
     def _publish(self) -> None:
-        """Averaging has more state in eval mode."""
+        """The state of averaging has ``y`` always: where it is the parameter, that itself. torch looks here for keys."""
         for members in self._built.averaged.values():
             for i in members:
-                entry, views = self.state[self._built.params[i]], self._built.views[i]
-                entry.pop("y", None)
-                entry.update(views)
+                p, views = self._built.params[i], self._built.views[i]
+                self.state[p]["y"] = views.get("y", p)
 
     def health(self) -> dict[str, dict[str, int]]:
         """What went wrong so far, by parameter: gradients skipped, and refreshes that failed in a row. Empty is good.
@@ -379,6 +378,7 @@ class Shampoo(torch.optim.Optimizer):
         self._built = build(plan, self._places(plan), params, state, self._built, self._world(), self._process_group)
         self.state.clear()
         self.state.update({p: dict(views) for p, views in zip(self._built.params, self._built.views, strict=True)})
+        self._publish()
         self._watch.keep(self._banks)
         self._owners = {
             (*trainable[block.param][:2], block.index): place
