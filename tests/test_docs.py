@@ -31,8 +31,10 @@ def test_readme_snippets_run(capsys):
 
 
 def test_recipes_run(capsys):
-    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), flags=re.S)
-    exec(compile(snippet, "recipes.md", "exec"), {})
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), flags=re.S)
+    assert len(snippets) == 2
+    for snippet in snippets:
+        exec(compile(snippet, "recipes.md", "exec"), {})
     out = capsys.readouterr().out
     assert "kind: embedding" in out and r"rule 1: qkv\.weight" in out
 

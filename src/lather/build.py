@@ -67,18 +67,10 @@ class Built:
         return Step(grads, self._stored, shares, self.steps, even, offsets, groups)
 
     def _local(self) -> Stored:
-        roles = [
-            "momentum" if "momentum" in views else averaging.kept(self._group(i)) for i, views in enumerate(self.views)
-        ]
-        return Stored(
-            {i: local(p) for i, p in enumerate(self.params)},
-            {
-                i: local(views[role])
-                for i, (views, role) in enumerate(zip(self.views, roles, strict=True))
-                if role in views
-            },
-            {i: local(views["y"]) for i, views in enumerate(self.views) if "y" in views},
-        )
+        def found(*roles: str) -> dict[int, Tensor]:
+            return {i: local(views[role]) for i, views in enumerate(self.views) for role in roles if role in views}
+
+        return Stored({i: local(p) for i, p in enumerate(self.params)}, found("momentum", "z", "x"), found("y"))
 
     def _group(self, i: int) -> Mapping[str, Any]:
         return self.plan.groups[self.plan.specs[i].group]

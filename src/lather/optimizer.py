@@ -420,7 +420,10 @@ class Shampoo(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a checkpoint into the live state; refuses one that does not fit, and then changes nothing."""
+        """Copy a checkpoint into the live state; refuses one that does not fit, and then changes nothing.
+
+        The mode is that of the checkpoint, and parameters of groups with ``averaging`` then hold what it calls for.
+        """
         for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced

@@ -209,9 +209,9 @@ class Chunk:
 
     def _share(self, shares: averaging.Shares) -> float | Tensor | None:
         """A number if all parameters have the same, else one for every element; None if nothing is averaged."""
-        found = [shares[i] for i in self.members if i in shares]
-        if not found:
+        if not shares or self.members[0] not in shares:
             return None
+        found = [shares[i] for i in self.members]
         flat = self._mirrors["params"].flat
         if tensors := [x for x in found if isinstance(x, Tensor)]:
             values = torch.stack(tensors).to(flat.device)

@@ -70,9 +70,7 @@ class Unit:
     inbound: Wire | None
     outbound: Wire | None
     fleets: tuple[Fleet, ...]  # banks that are computed together
-    landings: Mapping[
-        Piece, Chunk
-    ]  # parameters of those whose directions do not travel, and are not applied by kernels
+    landings: Mapping[Piece, Chunk]  # their parameters, where directions neither travel nor are applied by kernels
     alone: tuple[int, ...]  # and those that are not
     arena: Arena
 
