@@ -15,7 +15,7 @@ LAYERS = [
     {"_version", "aside", "blocks", "kernels", "linalg", "schedule", "shapes", "reference"},
     {"roots"},
     {"options", "layout", "assign"},
-    {"transforms", "plan", "rules"},
+    {"transforms", "plan", "rules", "averaging"},
     {"bank", "exchange", "fleet", "runs", "store", "tables"},
     {"agreement", "build", "census", "changes", "checkpoint", "health", "plan_report", "scale", "units"},
     {"optimizer", "routing"},

@@ -50,6 +50,8 @@ OPTIONS = [
     {"preconditioner": "kl"},
     {"preconditioner": "soap", "graft": None},
     {"preconditioner": "soap", "large_dim": "diagonal", "max_preconditioner_dim": 20},
+    {"averaging": "schedule_free"},
+    {"averaging": "gpa", "averaging_beta": 0.2},
     {"preconditioner": "spectral", "graft": None, "polar_scale": "original"},
 ]
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import checkpoint
+from . import averaging, checkpoint, rules
 from .bank import Bank
 from .census import Ranks
 from .checkpoint import Views
 from .exchange import Comm, world
 from .layout import groups_of, is_dtensor, layout_of, local
-from .options import state_dtype
 from .plan import BankKey, Plan, first_come, make_plan
 from .plan_report import check_memory
+from .store import Stored, copy_pairs
 from .units import Step, Unit, identity, make_banks, make_units
 
 Groups = Sequence[Mapping[str, Any]]
@@ -37,7 +38,8 @@ class Built:
     counter: Tensor = field(default_factory=lambda: torch.zeros(0, device="cpu"))  # published as "step"
     steps: list[int] = field(default_factory=list)  # the same on the host
     sharded: list[bool] = field(default_factory=list)  # whether parameters are DTensors
-    _stored: tuple[dict[int, Tensor], dict[int, Tensor]] | None = None
+    sums: dict[int, Tensor] = field(default_factory=dict)  # weights in averages, by group; published as "weight_sum"
+    _stored: Stored | None = None
 
     def name_of(self, i: int) -> str:
         return self.plan.specs[i].name
@@ -56,13 +58,86 @@ class Built:
     ) -> Step:
         """What units need to know of a step with these gradients."""
         if self._stored is None:
-            self._stored = (
-                {i: local(p) for i, p in enumerate(self.params)},
-                {i: local(views["momentum"]) for i, views in enumerate(self.views) if "momentum" in views},
-            )
+            self._stored = self._local()
+        shares = self._shares(grads, groups)
+        new = [i for i in shares if self.steps[i] <= (i in grads)]  # averages begin at the parameter's first step
+        copy_pairs([(self._stored.kept[i], self._stored.params[i]) for i in new])
         first = self.steps[0] if self.steps else 0
         even = first if len(grads) == len(self.steps) == self.steps.count(first) else None
-        return Step(grads, *self._stored, self.steps, even, offsets, groups)
+        return Step(grads, self._stored, shares, self.steps, even, offsets, groups)
+
+    def _local(self) -> Stored:
+        def found(*roles: str) -> dict[int, Tensor]:
+            return {i: local(views[role]) for i, views in enumerate(self.views) for role in roles if role in views}
+
+        return Stored({i: local(p) for i, p in enumerate(self.params)}, found("momentum", "z", "x"), found("y"))
+
+    def _group(self, i: int) -> Mapping[str, Any]:
+        return self.plan.groups[self.plan.specs[i].group]
+
+    def _shares(self, grads: Mapping[int, Tensor], groups: Groups) -> dict[int, float | Tensor]:
+        """How much of the point that a step leads to goes into the average, for all parameters that are averaged."""
+        found: dict[int, float | Tensor] = {}
+        for g, members in self.averaged.items():
+            if g in self.sums:
+                steps, active = [self.steps[i] for i in members], [i in grads for i in members]
+                found |= zip(members, averaging.shares_(self.sums[g], steps, active, groups[g]), strict=True)
+            else:
+                found |= dict.fromkeys(members, averaging.constant_share(groups[g]))
+        return found
+
+    @cached_property
+    def averaged(self) -> dict[int, list[int]]:
+        """Parameters that are averaged, by group."""
+        found: dict[int, list[int]] = {}
+        for i, spec in enumerate(self.plan.specs):
+            if averaging.is_on(self.plan.groups[spec.group]):
+                found.setdefault(spec.group, []).append(i)
+        return found
+
+    # What parameters hold that are averaged.
+
+    def switch(self, g: int, *, train: bool) -> None:
+        """From the points at which gradients are taken to their average, or back."""
+        for i in self.averaged.get(g, ()):
+            if not train:
+                self._note(i)
+                self._make_room(i, train=False)
+            self._hold(i, train=train)
+            if train:
+                self._make_room(i, train=True)
+        self.storage_changed()
+
+    def _note(self, i: int) -> None:
+        """In train mode: what was done to a parameter since its last step, where that is not ``y``."""
+        p, y = self.params[i], self.views[i].get("y")
+        if y is not None and self.steps[i] > 0:
+            averaging.unrounded_(local(y), local(p), p.dtype)
+
+    def _make_room(self, i: int, *, train: bool) -> None:
+        """For ``y``, where the parameter is not it."""
+        p, views = self.params[i], self.views[i]
+        if train and not averaging.is_apart(p.dtype, self._group(i)):
+            views.pop("y", None)
+        elif "y" not in views:
+            views["y"] = p.detach().clone()
+
+    def _hold(self, i: int, *, train: bool) -> None:
+        """What the mode calls for. Before its first step a parameter is its own average."""
+        views, group = self.views[i], self._group(i)
+        if self.steps[i] > 0 and "y" in views:
+            y, other = local(views["y"]), local(views[averaging.kept(group)])
+            local(self.params[i]).copy_(y if train else averaging.average(y, other, group))
+
+    def complete(self) -> list[Views]:
+        """The views, with ``y`` also where it is the parameter: loaded, they tell in either mode what parameters are."""
+        found = [dict(views) for views in self.views]
+        for g, members in self.averaged.items():
+            for i in members:
+                if averaging.is_training(self.plan.groups[g]):
+                    self._note(i)
+                found[i].setdefault("y", self.params[i].detach().clone())
+        return found
 
     def storage_changed(self) -> None:
         """To be called when parameters may lie elsewhere in memory."""
@@ -80,8 +155,18 @@ class Built:
             comm.check_alive()
 
     def load(self, entries: Mapping[Tensor, Mapping[str, Any]], groups: Groups) -> None:
-        """Copy a checkpoint into the live state."""
+        """Copy a checkpoint into the live state. Parameters that are averaged then hold what their mode calls for."""
+        for g, members in self.averaged.items():
+            for i in members:
+                self._make_room(i, train=averaging.is_training(groups[g]))
         self._copy(entries)
+        for g, members in self.averaged.items():
+            for i in members:
+                self._hold(i, train=averaging.is_training(groups[g]))
+                if "y" not in self.views[i] and self.steps[i] > 0:
+                    stored = self.plan.stored(i, self.places[self.plan.specs[i].team])
+                    checkpoint.copy_state(entries.get(self.params[i], {}), {"y": self.params[i].detach()}, stored)
+        self.storage_changed()
         for bank in self.banks:
             bank.state_changed(groups[bank.key.group])
 
@@ -110,6 +195,7 @@ def build(
     comms = _make_comms(plan, params, ranks, process_group)
     views, counter = _make_views(plan, params, banks)
     built = Built(plan, places, params, banks, views=views, counter=counter, sharded=[is_dtensor(p) for p in params])
+    built.sums = _make_sums(built)
     built._copy(state)
     for bank in banks:
         if state and bank not in old.values():
@@ -125,12 +211,26 @@ def _make_views(plan: Plan, params: Sequence[Tensor], banks: Sequence[Bank]) -> 
     views = [{"step": step} for step in counter.unbind()]
     for p, spec, entry in zip(params, plan.specs, views, strict=True):
         group = plan.groups[spec.group]
-        if group["momentum"] > 0:
-            entry["momentum"] = torch.zeros_like(p, dtype=state_dtype(group), requires_grad=False)
+        roles = rules.state_of(p.dtype, group)
+        if averaging.is_on(group) and not averaging.is_training(group):
+            roles = {"y": p.dtype} | roles
+        for role, dtype in roles.items():
+            entry[role] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
     for bank in banks:
         for block, role, view in bank.views():
             views[block.param][checkpoint.key(role, block.index)] = view
     return views, counter
+
+
+def _make_sums(built: Built) -> dict[int, Tensor]:
+    """Weights of all steps so far, where averages are made of them; parts of it are the parameters' state."""
+    sums = {}
+    for g, members in built.averaged.items():
+        if built.plan.groups[g]["averaging"] == "schedule_free":
+            sums[g] = averaging.empty_sums(len(members), built.plan.groups[g])
+            for i, value in zip(members, sums[g].unbind(), strict=True):
+                built.views[i]["weight_sum"] = value
+    return sums
 
 
 def _make_comms(plan: Plan, params: Sequence[Tensor], ranks: Ranks, process_group: Any) -> list[Comm]:

@@ -2,7 +2,8 @@
 
 ``opt.state[p]`` is flat: ``step``, ``momentum`` (shaped like the parameter) and ``"<role>.<block>"`` such as ``L0.3``, which
 is a view of a bank. Keys depend on global shapes and options only, so they are the same for any number of ranks. A block's
-keys are there on the rank that owns it; ``momentum`` lies as its parameter does.
+keys are there on the rank that owns it; ``momentum`` lies as its parameter does. In the place of ``momentum``, averaging has
+``z`` or ``x``, ``y``, which a checkpoint has in either mode, and the ``weight_sum`` of all steps.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import averaging, rules
 from .bank import Bank, initial_state, make_stack
 from .blocks import Region, Shape
 from .exchange import Comm
@@ -39,8 +41,10 @@ def expected_shapes(plan: Plan, banks: Mapping[BankKey, Sequence[int]]) -> list[
     """For each parameter, the state that the plan's options call for in these banks: key -> shape."""
     shapes: list[dict[str, Shape]] = [{"step": ()} for _ in plan.specs]
     for spec, entry in zip(plan.specs, shapes, strict=True):
-        if plan.groups[spec.group]["momentum"] > 0:
-            entry["momentum"] = spec.shape
+        group = plan.groups[spec.group]
+        entry |= dict.fromkeys(rules.state_of(getattr(torch, spec.dtype), group), spec.shape)
+        entry |= {"y": spec.shape} if averaging.is_on(group) else {}
+        entry |= {"weight_sum": ()} if group["averaging"] == "schedule_free" else {}
     for bank, numbers in banks.items():
         state = block_state(plan, bank)
         for block in (plan.blocks[i] for i in numbers):
@@ -143,7 +147,7 @@ def collect(
     """
     found: list[Views] = []
     for entry in views:
-        parts = {k: _whole(entry[k], keep=rank == to) for k in ("step", "momentum") if k in entry}
+        parts = {k: _whole(entry[k], keep=rank == to) for k in entry if "." not in k}
         found.append({k: value for k, value in parts.items() if value is not None})
     own = {bank.key: bank.state for bank in banks}
     for team, ranks in enumerate(plan.teams):

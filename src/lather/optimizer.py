@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import agreement, census, changes, checkpoint, exchange, health, roots, rules
+from . import agreement, averaging, census, changes, checkpoint, exchange, health, roots, rules
 from .bank import Bank
 from .build import Built, build
 from .census import Item, Ranks, items_of
@@ -19,6 +19,8 @@ from .options import FLAGS, OPTIONS, check_options, check_values, closest, refus
 from .plan import BankKey, Plan, make_plan
 from .plan_report import PlanReport
 from .units import Unit
+
+OWN = ("peak_lr", "top_lr", "train_mode")  # what param groups hold beside options
 
 
 class Shampoo(torch.optim.Optimizer):
@@ -48,6 +50,10 @@ class Shampoo(torch.optim.Optimizer):
         momentum: float = 0.0,
         dampening: float = 0.0,
         nesterov: bool = False,
+        averaging: str | None = None,
+        averaging_beta: float | None = None,
+        averaging_decay: float | None = None,
+        averaging_powers: tuple[float, float] = (2.0, 0.0),
         maximize: bool = False,
         bias_correction: bool = True,
         preconditioner: str | None = "shampoo",
@@ -109,7 +115,7 @@ class Shampoo(torch.optim.Optimizer):
         rule = (
             str(param_group.pop("rule", "")) if isinstance(param_group, dict) else ""
         )  # torch refuses what is no dict
-        for name in [n for n in param_group if n not in OPTIONS and n not in ("params", "param_names", "peak_lr")]:
+        for name in [n for n in param_group if n not in OPTIONS and n not in ("params", "param_names", *OWN)]:
             if name in FLAGS:
                 refuse_flags({name: param_group.pop(name)})
             elif guess := closest(name):
@@ -130,6 +136,8 @@ class Shampoo(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         group.setdefault("peak_lr", rules.first_peak(group["lr"]))
+        if averaging.is_on(group):
+            group |= {"top_lr": 0.0, "train_mode": all(map(averaging.is_training, self.param_groups[:-1]))}
         self._rules[len(self.param_groups) - 1 :] = [rule]
 
     # The step.
@@ -137,6 +145,8 @@ class Shampoo(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; ``closure``, if given, computes the loss and is run first."""
+        if self._started():
+            self._refuse_averages()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -148,6 +158,7 @@ class Shampoo(torch.optim.Optimizer):
             rules.raise_peak(group)
         if (not grads and not self._circle) or self._is_probe(grads):
             return loss
+        self._refuse_averages()
         if self._strict:
             health.refuse_nonfinite(grads, self._built, self.param_groups, self._circle)
         self._built.count(grads)
@@ -166,11 +177,64 @@ class Shampoo(torch.optim.Optimizer):
         staggered = self.param_groups[key.group]["refresh"] == "staggered" and key.modes
         return self._plan.offsets(key.group, self._choices) if staggered else None
 
+    def _refuse_averages(self) -> None:
+        if not all(map(averaging.is_training, self.param_groups)):
+            raise RuntimeError(
+                "step() in eval mode: the parameters hold averages now, and gradients are not to be taken there; call "
+                "opt.train() before the forward pass of a training step"
+            )
+
     def _is_probe(self, grads: Mapping[int, Tensor]) -> bool:
         """torch's checkpoint code allocates state by a first step with all learning rates and gradients zero."""
         if any(self._built.steps) or not all(rules.number(group["lr"]) == 0 for group in self.param_groups):
             return False
         return not self._circle.any(any(bool(grad.any()) for grad in grads.values()))
+
+    # Modes.
+
+    def train(self) -> None:
+        """Let parameters of param groups with ``averaging`` hold the points at which gradients are taken; bit for bit what
+        they held before :meth:`eval`. A new optimizer is in this mode. Without ``averaging`` it does nothing.
+
+        >>> import torch, lather
+        >>> model = torch.nn.Linear(8, 4)
+        >>> opt = lather.Shampoo(model.parameters(), lr=1e-2, betas=(0.0, 0.999), averaging="schedule_free")
+        >>> opt.train()
+        >>> model(torch.randn(16, 8)).square().mean().backward()
+        >>> opt.step()
+        >>> opt.eval()
+        >>> loss = model(torch.randn(16, 8)).square().mean()
+        """
+        self._switch(train=True)
+
+    def eval(self) -> None:
+        """Let parameters of param groups with ``averaging`` hold the average, to evaluate or to keep it. There is no step in
+        this mode, and what is done to the parameters is undone by :meth:`train`. Without ``averaging`` it does nothing.
+        """
+        self._switch(train=False)
+
+    @torch.no_grad()
+    def _switch(self, *, train: bool) -> None:
+        numbers = [
+            g
+            for g, group in enumerate(self.param_groups)
+            if averaging.is_on(group) and group["train_mode"] is not train
+        ]
+        if not numbers:
+            return
+        self._prepare(thorough=True)
+        self._consolidated.clear()
+        for g in numbers:
+            self._built.switch(g, train=train)
+            self.param_groups[g]["train_mode"] = train
+        self._publish()
+
+    def _publish(self) -> None:
+        """The state of averaging has ``y`` always: where it is the parameter, that itself. torch looks here for keys."""
+        for members in self._built.averaged.values():
+            for i in members:
+                p, views = self._built.params[i], self._built.views[i]
+                self.state[p]["y"] = views.get("y", p)
 
     def health(self) -> dict[str, dict[str, int]]:
         """What went wrong so far, by parameter: gradients skipped, and refreshes that failed in a row. Empty is good.
@@ -316,6 +380,7 @@ class Shampoo(torch.optim.Optimizer):
         self._built = build(plan, self._places(plan), params, state, self._built, self._world(), self._process_group)
         self.state.clear()
         self.state.update({p: dict(views) for p, views in zip(self._built.params, self._built.views, strict=True)})
+        self._publish()
         self._watch.keep(self._banks)
         self._owners = {
             (*trainable[block.param][:2], block.index): place
@@ -334,9 +399,11 @@ class Shampoo(torch.optim.Optimizer):
         """
         with torch.no_grad():
             self._prepare(thorough=True)
+            complete = self._built.complete() if self._built.averaged else []
+        whole = dict(zip(self._built.params, complete, strict=False)) | self._consolidated
         found = super().state_dict()
         numbers = [i for group in found["param_groups"] for i in group["params"]]
-        gathered = (self._consolidated.get(p) for group in self.param_groups for p in group["params"])
+        gathered = (whole.get(p) for group in self.param_groups for p in group["params"])
         found["state"].update({i: dict(entry) for i, entry in zip(numbers, gathered, strict=True) if entry is not None})
         return found
 
@@ -350,12 +417,15 @@ class Shampoo(torch.optim.Optimizer):
         known = {r for p in self._built.params for r in layout_of(p, world)[0]}
         if to not in known:
             raise ValueError(f"to={to} is none of the ranks {sorted(known)} that store these parameters")
-        gathered = checkpoint.collect(self._plan, self._banks, self._built.views, self._built.comms, rank, to)
+        gathered = checkpoint.collect(self._plan, self._banks, self._built.complete(), self._built.comms, rank, to)
         self._consolidated = dict(zip(self._built.params, gathered, strict=True))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a checkpoint into the live state; refuses one that does not fit, and then changes nothing."""
+        """Copy a checkpoint into the live state; refuses one that does not fit, and then changes nothing.
+
+        The mode is that of the checkpoint, and parameters of groups with ``averaging`` then hold what it calls for.
+        """
         for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
@@ -371,6 +441,7 @@ class Shampoo(torch.optim.Optimizer):
             self.state.setdefault(p, {})  # so that it is planned even if it is frozen now
         self._prepare(thorough=True)
         self._built.load(entries, self.param_groups)
+        self._publish()
         self._agreed, self._loaded = False, True
         self._consolidated.clear()
         if self._built.comms:

@@ -61,6 +61,12 @@ def _betas(name: str, value: Any) -> tuple[float, float]:
     return _number(0, 1)("betas[0]", value[0]), _number(0, 1, open_high=False)("betas[1]", value[1])
 
 
+def _powers(name: str, value: Any) -> tuple[float, float]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+        raise _fail(name, value, "a pair of powers, of the learning rate and of the step")
+    return _number(0)(f"{name}[0]", value[0]), _number(0)(f"{name}[1]", value[1])
+
+
 def _count(low: int, *, infinite: bool = False) -> Check:
     allowed = f"a whole number of at least {low}" + (" or infinity" if infinite else "")
 
@@ -152,6 +158,12 @@ _polar_scale = _choice(
     meanings=("as it is", "times sqrt(max(1, rows / columns))", "times 0.2 sqrt(max(rows, columns))"),
     others={"none": None, "adamw": "match_rms_adamw", "moonshot": "match_rms_adamw", "keller": "original"},
 )
+_averaging = _choice(
+    None,
+    "schedule_free",
+    "gpa",
+    others={"none": None, "schedulefree": "schedule_free", "sf": "schedule_free", "primal": "gpa"},
+)
 _root_device = _choice(
     None,
     "cpu",
@@ -179,6 +191,10 @@ OPTIONS: dict[str, Option] = {
     "momentum": Option(0.0, _number(0, 1), "heavy-ball momentum on the direction"),
     "dampening": Option(0.0, _number(0, 1, open_high=False), "dampening of momentum"),
     "nesterov": Option(False, _bool, "Nesterov's form of momentum"),
+    "averaging": Option(None, _averaging, "in the place of momentum: `\"schedule_free\"`, or `\"gpa\"` (generalised primal averaging); needs `opt.train()` and `opt.eval()`, see [algorithm](algorithm.md#averaging)", structural=True),
+    "averaging_beta": Option(None, _optional(_number(0, 1, open_high=False)), "how much of the average is in the point at which gradients are taken, GPA's mu_y; default 0.9, for `\"gpa\"` 0.7", structural=True),
+    "averaging_decay": Option(None, _optional(_number(0, 1)), "how much of the average of `\"gpa\"` is kept in a step, its mu_x; default 0.9967"),
+    "averaging_powers": Option((2.0, 0.0), _powers, "of the largest learning rate so far and of the step: their product is the step's weight in the average of `\"schedule_free\"`"),
     "maximize": Option(False, _bool, "ascend instead of descend"),
     "bias_correction": Option(True, _bool, "correct the averages for their start at zero"),
     "preconditioner": Option("shampoo", _choice("shampoo", "soap", "kl", "spectral", None, others={"muon": "spectral"}), "the method: `\"shampoo\"`, `\"soap\"`, which is Adam in the eigenbases of Shampoo's factors, `\"kl\"` (KL-Shampoo), whose factors see the gradient preconditioned by each other, or `\"spectral\"` (Muon), which orthogonalises the filtered gradient of every block; `None`: elementwise, by the graft alone", structural=True),
@@ -280,6 +296,11 @@ def check_values(group: dict[str, Any], seen: dict[str, Any] | None = None) -> N
             f"refresh_warmup={group['refresh_warmup']} does not go with refresh_delay={group['refresh_delay']}: "
             "roots would be computed anew before they are used; set one of them to 0"
         )
+    if group["averaging"] is not None and group["momentum"] > 0:
+        raise ValueError(
+            f"momentum={group['momentum']!r} beside averaging={group['averaging']!r}: averaging takes the place of momentum, so set "
+            "momentum=0 (docs/algorithm.md says which averaging is the same), or averaging=None"
+        )
     if group["root"] != "auto" and not {"root", "exponent", "exponent_multiplier"}.isdisjoint(changed):
         _check_exponents(group)
     seen.update({name: group[name] for name in changed})
@@ -300,6 +321,11 @@ def _without_effect(group: Mapping[str, Any]) -> dict[str, str]:
         ("beta3", group["beta3"] is not None and no_filter, "without betas[0] > 0"),
         ("dampening", group["dampening"] != 0 and no_momentum, "without momentum > 0"),
         ("nesterov", group["nesterov"] and no_momentum, "without momentum > 0"),
+        ("averaging_beta", group["averaging_beta"] is not None and group["averaging"] is None, "without averaging"),
+        ("averaging_decay", group["averaging_decay"] is not None and group["averaging"] != "gpa",
+         f"with averaging={group['averaging']!r}; only 'gpa' uses it"),
+        ("averaging_powers", group["averaging_powers"] != OPTIONS["averaging_powers"].default
+         and group["averaging"] != "schedule_free", f"with averaging={group['averaging']!r}; only 'schedule_free' uses it"),
         ("graft_beta2", group["graft_beta2"] is not None and elementwise(group) not in ("adam", "rmsprop"),
          f"with graft={group['graft']!r}; only 'adam' and 'rmsprop' use it"),
         ("graft_eps", group["graft_eps"] != OPTIONS["graft_eps"].default and elementwise(group) in ("sgd", None)
@@ -389,6 +415,15 @@ def graft_beta2(group: Mapping[str, Any]) -> float:
     if group["graft_beta2"] is not None:
         return float(group["graft_beta2"])
     return 0.999 if group["betas"][1] == 1 else float(group["betas"][1])
+
+
+def averaging_beta(group: Mapping[str, Any]) -> float:
+    usual = 0.7 if group["averaging"] == "gpa" else 0.9
+    return float(usual if group["averaging_beta"] is None else group["averaging_beta"])
+
+
+def averaging_decay(group: Mapping[str, Any]) -> float:
+    return float(0.9967 if group["averaging_decay"] is None else group["averaging_decay"])
 
 
 def state_dtype(group: Mapping[str, Any]) -> torch.dtype:

@@ -16,6 +16,7 @@ from .checkpoint import block_state
 from .layout import team_of
 from .plan import BankKey, Plan, Spec, make_plan, refresh_cost, step_cost
 from .roots import NO_CHOICES, Choices, chosen, spell
+from .rules import state_of
 from .scale import RankReport, block_bytes, layout_named, rank_report, scratch_bytes
 from .units import make_drafts
 
@@ -196,14 +197,13 @@ def _notes(plan: Plan) -> list[str]:
 
 def _memory(plan: Plan) -> dict[str, int]:
     """Bytes of the whole state, by kind."""
-    memory = dict.fromkeys((*KINDS.values(), "momentum"), 0)
+    memory = dict.fromkeys((*KINDS.values(), "momentum", "averaging"), 0)
     for key, numbers in plan.all_banks().items():
         for role, like in block_state(plan, key).items():
             memory[KINDS[role[0]]] += len(numbers) * like.nbytes
     for spec in plan.specs:
-        group = plan.groups[spec.group]
-        if group["momentum"] > 0:
-            memory["momentum"] += math.prod(spec.shape) * options.state_dtype(group).itemsize
+        for role, dtype in state_of(getattr(torch, spec.dtype), plan.groups[spec.group]).items():
+            memory["momentum" if role == "momentum" else "averaging"] += math.prod(spec.shape) * dtype.itemsize
     memory = {kind: size for kind, size in memory.items() if size}
     return memory | {"total": sum(memory.values())}
 

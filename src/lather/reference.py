@@ -20,6 +20,7 @@ DEFAULTS: dict[str, Any] = {
     "eps": 1e-12, "damping": "absolute", "bias_correction": True, "maximize": False,
     "weight_decay": 0.0, "weight_decay_mode": "decoupled",
     "momentum": 0.0, "dampening": 0.0, "nesterov": False,
+    "averaging": None, "averaging_beta": None, "averaging_decay": None, "averaging_powers": (2.0, 0.0),  # None: 0.9 or 0.7; 0.9967
     "preconditioner": "shampoo", "polar": "newton_schulz", "polar_scale": None,
     "exponent": None, "exponent_multiplier": 1.0,  # float or {order: float}; None: multiplier / (2 order)
     "graft": "adam", "graft_beta2": None, "graft_eps": 1e-8,  # None: betas[1], or 0.999 where that is 1
@@ -39,6 +40,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "weight_decay_mode": ("l2", "decoupled", "corrected", "independent"),
     "graft": ("sgd", "adagrad", "rmsprop", "adam", None),
     "large_dim": ("block", "diagonal", "adagrad"),
+    "averaging": (None, "schedule_free", "gpa"),
     "refresh": ("together", "staggered"),
     "on_nonfinite": ("skip",),
     "root_dtype": (None, "float64", "float32", "bfloat16", "float16"),
@@ -171,6 +173,7 @@ class Block:
         self.v = torch.zeros_like(w)  # squared gradients of the diagonal method
         self.w = torch.zeros_like(w)  # SOAP: squared gradients in the eigenbases
         self.momentum = torch.zeros_like(w)
+        self.z, self.x = w.clone(), w.clone()  # of averaging
         # One per mode, d x d, or d where only the diagonal is kept; none at all for an elementwise block.
         self.factors = [w.new_zeros(d if diag else (d, d)) for d, diag in zip(w.shape, diagonal, strict=False)]
         # None: not refreshed yet. A None inside: that mode is left alone. For SOAP they are the eigenbases.
@@ -212,6 +215,8 @@ class Reference:
         self.offsets = dict(offsets or {})
         self.params = [p.detach().to(dtype, copy=True).contiguous() for p in params]
         self.steps = [0] * len(self.params)
+        self.weights = [0.0] * len(self.params)  # in the average, of all steps so far
+        self.top_lr = 0.0  # the largest of a step
         self.peak_lr = o["lr"]
         self.sizes: list[list[list[list[int]] | None]] = []  # per parameter, part and mode, the sizes of the pieces
         self.blocks: list[list[Block]] = []
@@ -253,10 +258,12 @@ class Reference:
     def step(self, grads: Sequence[Tensor | None]) -> None:
         """One step for every parameter that has a gradient; the others, and their state, are left alone."""
         self.peak_lr = max(self.peak_lr, self.options["lr"])
+        self.top_lr = max(self.top_lr, self.options["lr"])
         for i, (p, grad) in enumerate(zip(self.params, grads, strict=True)):
             if grad is None or p.numel() == 0:
                 continue
             self.steps[i] += 1
+            share = self._share(i)
             ws, gs = self._cut(i, p), self._cut(i, grad.detach().to(p).contiguous())
             for j, (block, w, g) in enumerate(zip(self.blocks[i], ws, gs, strict=True)):
                 delay = self.options["refresh_delay"]
@@ -265,7 +272,25 @@ class Reference:
                         self._put(block, block.waiting)
                     block.waiting = None
                 due = bool(block.factors) and self._due(self.steps[i], (i, j))
-                self._step_block(block, w, g, self.steps[i], due)
+                self._step_block(block, w, g, self.steps[i], due, share)
+
+    def _share(self, i: int) -> float:
+        """How much of z goes into the average x: constant, or this step's share of the weights of all steps."""
+        o = self.options
+        if o["averaging"] == "gpa":
+            return 1 - (0.9967 if o["averaging_decay"] is None else float(o["averaging_decay"]))
+        of_lr, of_step = o["averaging_powers"]
+        weight = float(self.top_lr**of_lr * self.steps[i] ** of_step)
+        self.weights[i] += weight
+        return weight / self.weights[i] if weight else 0.0
+
+    def averages(self) -> list[Tensor]:
+        """x of every parameter: what it holds in eval mode."""
+        found = [p.clone() for p in self.params]
+        for i, x in enumerate(found):
+            for block, part in zip(self.blocks[i], self._cut(i, x), strict=True):
+                part.copy_(block.x if self.steps[i] else part)
+        return found
 
     def _due(self, t: int, key: tuple[int, int]) -> bool:
         """When roots are refreshed."""
@@ -279,7 +304,7 @@ class Reference:
             return bool(t >= start and t % every == self.offsets[key] % every)
         return bool(t == start or (t > start and t % every == 0))
 
-    def _step_block(self, block: Block, w: Tensor, g: Tensor, t: int, due: bool) -> None:
+    def _step_block(self, block: Block, w: Tensor, g: Tensor, t: int, due: bool, share: float) -> None:
         """One step of one block. Changes w, a view of the parameter, and the block's state."""
         o = self.options
         mode = o["weight_decay_mode"]
@@ -305,7 +330,14 @@ class Reference:
             fresh = (1 - o["dampening"]) * p
             block.momentum = mu * block.momentum + fresh
             p = fresh + mu * block.momentum if o["nesterov"] else block.momentum
-        w -= o["lr"] * p  # 9.
+        if not o["averaging"]:
+            w -= o["lr"] * p  # 9.
+        else:  # averaging: w is y
+            b = o["averaging_beta"]
+            b = b if b is not None else 0.7 if o["averaging"] == "gpa" else 0.9
+            block.z = block.z - o["lr"] * p
+            block.x = (1 - share) * block.x + share * block.z
+            w.copy_((1 - b) * block.z + b * block.x)
 
     def _accumulate(self, block: Block, g: Tensor) -> None:
         beta2 = self.options["betas"][1]

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import averaging
+from .options import state_dtype
+
 
 def number(x: float | Tensor) -> float | Tensor:
     """A host number where that costs no synchronisation; a tensor on an accelerator stays one."""
@@ -23,12 +26,20 @@ def first_peak(lr: float | Tensor) -> float | Tensor:
 
 
 def raise_peak(group: dict[str, Any]) -> None:
-    """Keep ``peak_lr``, the largest learning rate the group has had."""
-    lr, peak = number(group["lr"]), number(group["peak_lr"])
+    """Keep ``peak_lr``, the largest learning rate the group has had, and ``top_lr``, the largest that it took a step with."""
+    for name in ("peak_lr", "top_lr") if group["averaging"] == "schedule_free" else ("peak_lr",):
+        group[name] = _larger(number(group["lr"]), number(group[name]))
+
+
+def _larger(lr: float | Tensor, peak: float | Tensor) -> float | Tensor:
     if isinstance(lr, Tensor):
-        group["peak_lr"] = lr.clamp(min=peak.to(lr.device) if isinstance(peak, Tensor) else peak)
-    else:
-        group["peak_lr"] = peak.clamp(min=lr) if isinstance(peak, Tensor) else max(lr, peak)
+        return lr.clamp(min=peak.to(lr.device) if isinstance(peak, Tensor) else peak)
+    return peak.clamp(min=lr) if isinstance(peak, Tensor) else max(lr, peak)
+
+
+def state_of(dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    """The state that is shaped like a parameter of this dtype: role -> dtype."""
+    return averaging.state_of(dtype, group) | ({"momentum": state_dtype(group)} if group["momentum"] > 0 else {})
 
 
 def prepare_gradient(grad: Tensor, w: Tensor | None, group: Mapping[str, Any]) -> Tensor:
@@ -54,16 +65,21 @@ def decay(group: Mapping[str, Any]) -> float | Tensor:
     return float(wd * share / peak) if peak > 0 else float(wd)  # every learning rate so far was 0, and so is this step
 
 
-def update_(w: Tensor, p: Tensor, m: Tensor | None, group: Mapping[str, Any]) -> None:
+def update_(
+    w: Tensor, p: Tensor, m: Tensor | None, group: Mapping[str, Any], share: float | Tensor | None = None
+) -> None:
     """Decay, momentum and the step itself, in place on ``w`` and ``m``. Elements without a finite direction stay.
 
     ``P <- P + c W``; ``M <- mu M + (1 - dampening) P``; ``P <- (1 - dampening) P + mu M`` (Nesterov) or ``M``;
-    ``W <- W - lr P``.
+    ``W <- W - lr P``. With a ``share`` it is a step of :mod:`lather.averaging`, and ``m`` what that keeps.
     """
     go = p - p == 0  # finite, in two passes where isfinite() takes four
     c = decay(group)
     if isinstance(c, Tensor) or c != 0:
         p = p + w * c
+    if share is not None and m is not None:
+        averaging.step_(w, m, p * number(group["lr"]), go, share, group)
+        return
     if m is not None:
         mu, damped = group["momentum"], p * (1 - group["dampening"])
         new = m * mu + damped

@@ -7,10 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from . import assign, options
+import torch
+
+from . import assign
 from .blocks import Axis, Layout
 from .checkpoint import block_state
 from .plan import BankKey, Plan, refresh_cost, step_cost
+from .rules import state_of
 from .store import ArenaKey
 from .units import Draft
 
@@ -113,10 +116,10 @@ def place_totals(plan: Plan, team: int) -> tuple[list[int], list[float]]:
                 known[key] = block_bytes(plan, key), refresh + step_cost(block, group)
             state[owner] += known[key][0]
             work[owner] += known[key][1]
-    momenta = [spec for spec in plan.specs if spec.team == team and plan.groups[spec.group]["momentum"] > 0]
-    for spec in momenta:
-        size = options.state_dtype(plan.groups[spec.group]).itemsize
-        for place in range(places):
+    for spec in (spec for spec in plan.specs if spec.team == team):
+        dtypes = state_of(getattr(torch, spec.dtype), plan.groups[spec.group]).values()
+        size = sum(dtype.itemsize for dtype in dtypes)
+        for place in range(places if size else 0):
             state[place] += spec.layout.region(spec.shape, place).numel * size
     return state, work
 

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import rules
+from . import averaging, rules
 from .exchange import SCALE, Item
 from .linalg import from_host
 from .plan import Plan
@@ -127,11 +127,23 @@ def copy_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
 
 
+class Stored(NamedTuple):
+    """Tensors as this rank stores them, by number of the parameter; the roles of mirrors of the same name."""
+
+    params: Mapping[int, Tensor]
+    kept: Mapping[int, Tensor]  # momentum, or what averaging keeps
+    exact: Mapping[int, Tensor]  # parameters that averaging keeps unrounded
+
+    def of(self, numbers: Sequence[int]) -> Stored:
+        return Stored(*({i: tensors[i] for i in numbers if i in tensors} for tensors in self))
+
+
 class Chunk:
     """A span with its buffers: gradients are read into it, parameters moved in it."""
 
     def __init__(self, span: Span, keys: Mapping[str, ArenaKey], arena: Arena, messages: Tensor | None) -> None:
         self.group = span.group
+        self._dtype: torch.dtype = getattr(torch, span.dtype)
         self.members = tuple(dict.fromkeys(run.key for run in span.runs))
         self._keys, self._arena, self._messages, self._span = keys, arena, messages, span
         self._lengths = from_host(span.lengths, messages, torch.int64) if messages is not None else None
@@ -182,13 +194,38 @@ class Chunk:
         assert self._messages is not None
         return self._messages[start : start + size]
 
-    def write(
-        self, p: Tensor, params: Mapping[int, Tensor], momenta: Mapping[int, Tensor], group: Mapping[str, Any]
-    ) -> None:
-        """Apply directions to the parameters there are: decay, momentum, learning rate."""
-        w, m = self._mirrors["params"], self._mirrors.get("momenta")
-        flat = w.load(params, keep=True)
-        rules.update_(flat, p, m.load(momenta, keep=True) if m else None, group)
-        w.save()
-        if m:
-            m.save()
+    def write(self, p: Tensor, stored: Stored, shares: averaging.Shares, group: Mapping[str, Any]) -> None:
+        """Apply directions to the parameters there are: decay, momentum or averaging, learning rate."""
+        w, m, exact = (self._mirrors.get(role) for role in Stored._fields)
+        assert w is not None
+        flat = w.load(stored.params, keep=True)
+        y = averaging.unrounded_(exact.load(stored.exact, keep=True), flat, self._dtype) if exact else flat
+        rules.update_(y, p, m.load(stored.kept, keep=True) if m else None, group, self._share(shares))
+        if exact:
+            flat.copy_(y)
+        for mirror in (w, m, exact):
+            if mirror:
+                mirror.save()
+
+    def _share(self, shares: averaging.Shares) -> float | Tensor | None:
+        """A number if all parameters have the same, else one for every element; None if nothing is averaged."""
+        if not shares or self.members[0] not in shares:
+            return None
+        found = [shares[i] for i in self.members]
+        flat = self._mirrors["params"].flat
+        if tensors := [x for x in found if isinstance(x, Tensor)]:
+            values = torch.stack(tensors).to(flat.device)
+        elif found.count(found[0]) == len(found):
+            return found[0]
+        else:
+            values = from_host(found, flat, averaging.exact_dtype(flat.device))  # type: ignore[arg-type]
+        at, lengths = self._elements
+        return torch.repeat_interleave(values[at], lengths, output_size=self._span.numel)
+
+    @cached_property
+    def _elements(self) -> tuple[Tensor, Tensor]:
+        """The member that every run is of, and how many elements it has."""
+        flat, runs = self._mirrors["params"].flat, self._span.runs
+        at = [self.members.index(run.key) for run in runs]
+        lengths = [math.prod(run.shape) for run in runs]
+        return from_host(at, flat, torch.int64), from_host(lengths, flat, torch.int64)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import exchange
+from . import averaging, exchange
 from .bank import Bank, initial_state
 from .exchange import Comm, Mail, Wire, itemsize
 from .fleet import Call, Fleet, Graphs
@@ -20,7 +20,7 @@ from .options import compute_dtype, products, wire_dtype
 from .plan import BankKey, Plan, Route
 from .roots import products_in
 from .runs import Run, coalesce
-from .store import Arena, ArenaKey, Chunk, Span, copy_pairs, spans
+from .store import Arena, ArenaKey, Chunk, Span, Stored, copy_pairs, spans
 from .tables import Part, Place, Share, divide, place
 from .tables import scratch as fleet_scratch
 
@@ -34,12 +34,16 @@ class Step:
     """What units need to know of a step. Tensors are this rank's parts, by number of the parameter."""
 
     grads: Mapping[int, Tensor]
-    params: Mapping[int, Tensor]
-    momenta: Mapping[int, Tensor]
+    stored: Stored
+    shares: averaging.Shares  # of parameters that are averaged
     counts: Sequence[int]  # the step of every parameter
     even: int | None  # the step of all of them, if they all have a gradient and are at the same
     offsets: Callable[[BankKey], Mapping[int, int] | None]
     groups: Sequence[Group]
+
+    @property
+    def params(self) -> Mapping[int, Tensor]:
+        return self.stored.params
 
 
 Piece = tuple[BankKey, int]  # of a bank, from this slot on; all of it if the bank is computed alone
@@ -66,6 +70,7 @@ class Unit:
     inbound: Wire | None
     outbound: Wire | None
     fleets: tuple[Fleet, ...]  # banks that are computed together
+    landings: Mapping[Piece, Chunk]  # their parameters, where directions neither travel nor are applied by kernels
     alone: tuple[int, ...]  # and those that are not
     arena: Arena
 
@@ -91,8 +96,8 @@ class Unit:
         if self.outbound:
             self.outbound.finish()
             for chunk in self.writes:
-                params = {i: step.params[i] for i in chunk.members}
-                chunk.write(chunk.directions(), params, step.momenta, step.groups[chunk.group])
+                stored = step.stored.of(chunk.members)
+                chunk.write(chunk.directions(), stored, step.shares, step.groups[chunk.group])
 
     def _compute_alone(self, i: int, received: Tensor | None, step: Step) -> None:
         bank = self.banks[i]
@@ -107,7 +112,7 @@ class Unit:
         if self.outbound:
             self._post(piece, directions, step.groups[bank.key.group])
         else:
-            self._write_own(i, directions, step)
+            _write(self.writes[i], directions, step)
 
     def _compute_together(self, fleet: Fleet, received: Tensor | None, step: Step) -> None:
         active = [True] * fleet.n if step.even else [i in step.grads for i in fleet.params]
@@ -123,6 +128,10 @@ class Unit:
             if fleet.lands:  # kernels write behind autograd's back
                 moved = [step.params[i] for i in fleet.members if i in step.grads]
                 torch.autograd.graph.increment_version(moved)
+        for i, part in enumerate(() if directions is None else fleet.parts):
+            if chunk := self.landings.get((part.key, part.start)):
+                assert directions is not None
+                _write(chunk, fleet.stack(directions, i), step)
         for i, part in enumerate(fleet.parts if self.outbound else ()):
             stack = _nothing(part.bank, part.n) if directions is None else fleet.stack(directions, i)
             self._post((part.key, part.start), stack, step.groups[fleet.key.group])
@@ -137,7 +146,7 @@ class Unit:
             stacks = [self._arrived((part.key, part.start), received) for part in fleet.parts]
             addresses = [stack.data_ptr() for stack in stacks]
             return Call(group, steps, active, offsets, scratch, stacks, addresses, stacks[0].dtype, soiled=soiled)
-        bound = fleet.bind(step.grads, step.params, step.momenta)
+        bound = fleet.bind(step.grads, step.params, step.stored.kept)
         return Call(group, steps, active, offsets, scratch, soiled=soiled, **bound)
 
     def _own(self, i: int, step: Step) -> Tensor:
@@ -160,13 +169,13 @@ class Unit:
             raw = scale.view(torch.int8).view(-1, exchange.SCALE)
             copy_pairs([(run.of_flat(sent), run.of_tensor(raw)) for run in slots.scales])
 
-    def _write_own(self, i: int, directions: Tensor, step: Step) -> None:
-        chunk = self.writes[i]
-        group = step.groups[chunk.group]
-        p = exchange.rounded(directions, wire_dtype(group)).flatten()
-        active = [j for j in chunk.members if j in step.grads]
-        momenta = {j: step.momenta[j] for j in active if j in step.momenta}
-        chunk.write(p, {j: step.params[j] for j in active}, momenta, group)
+
+def _write(chunk: Chunk, directions: Tensor, step: Step) -> None:
+    """Apply directions that do not travel."""
+    group = step.groups[chunk.group]
+    p = exchange.rounded(directions, wire_dtype(group)).flatten()
+    active = [j for j in chunk.members if j in step.grads]
+    chunk.write(p, step.stored.of(active), step.shares, group)
 
 
 def _update(bank: Bank, grads: Tensor, active: Sequence[bool], step: Step) -> Tensor:
@@ -271,6 +280,12 @@ class Draft:
         self.alone = [i for i, key in enumerate(self.banks) if key not in together]
         keys = list(self.banks)
         self.wholes = [Share(keys[i], 0, len(self.banks[keys[i]])) for i in self.alone]
+        self.landings = {
+            (share.key, share.start): self._span(share.key, self.banks[share.key][share.start : share.stop])
+            for shares in self.fleets
+            for share in shares
+            if not self.outbound and not self._lands(share.key)
+        }
 
     def _fleets(self) -> list[list[Share]]:
         """Banks that go through kernels together, unless directions must be rounded or a block is scattered in memory."""
@@ -282,6 +297,10 @@ class Draft:
             and (self.inbound or not self.stored or all(self._place(i) for i in numbers))
         ]
         return divide(banks, groups)
+
+    def _lands(self, key: BankKey) -> bool:
+        """Whether kernels move the parameters. They do not know averaging: their directions go through the rules then."""
+        return self.outbound is None and not averaging.is_on(self.plan.groups[key.group])
 
     def _place(self, number: int) -> Place | None:
         """Where a block lies in the tensor that is stored; None if kernels cannot go there."""
@@ -295,14 +314,15 @@ class Draft:
         """What is stored of a buffer of messages or, if nothing travels, of each bank."""
         if mail is not None:
             return spans(self.plan, self.me, mail.items)
-        found = []
-        for key, numbers in self.banks.items():
-            span = Span(key.group, key.device, key.dtype)
-            for block in (self.plan.blocks[i] for i in numbers):
-                origin = self.plan.stored(block.param, self.me).start
-                span.add(block.param, block.region.moved(-a for a in origin).start, block.region.shape)
-            found.append(span)
-        return found
+        return [self._span(key, numbers) for key, numbers in self.banks.items()]
+
+    def _span(self, key: BankKey, numbers: Sequence[int]) -> Span:
+        """What is stored of blocks of a bank."""
+        span = Span(key.group, key.device, key.dtype)
+        for block in (self.plan.blocks[i] for i in numbers):
+            origin = self.plan.stored(block.param, self.me).start
+            span.add(block.param, block.region.moved(-a for a in origin).start, block.region.shape)
+        return span
 
     def received_bytes(self) -> dict[str, int]:
         """What comes from other places in a step: gradients and directions."""
@@ -338,7 +358,7 @@ class Draft:
         writes = self.writes if self.outbound else [self.writes[i] for i in self.alone]
         for span in reads:
             yield from ((key, span.numel) for key in self._reading(span).values())
-        for span in writes:
+        for span in (*writes, *self.landings.values()):
             yield from ((key, span.numel) for key in self._writing(span).values())
         for share in self.wholes:
             yield self._stack(share.key), share.n * share.numel
@@ -357,7 +377,9 @@ class Draft:
     def _writing(self, span: Span) -> dict[str, ArenaKey]:
         group = self.plan.groups[span.group]
         roles = {"params": self._own(span)}
-        roles |= {"momenta": compute_dtype(group)} if group["momentum"] > 0 else {}
+        roles |= {"kept": compute_dtype(group)} if group["momentum"] > 0 else {}
+        roles |= {"kept": self._own(span)} if averaging.is_on(group) else {}
+        roles |= {"exact": self._own(span)} if averaging.is_apart(getattr(torch, span.dtype), group) else {}
         roles |= {"directions": compute_dtype(group)} if self.outbound else {}
         return {role: (role, span.device, dtype) for role, dtype in roles.items()}
 
@@ -390,6 +412,7 @@ class Draft:
             inbound,
             outbound,
             tuple(self._fleet(shares, mine, graphs) for shares in self.fleets),
+            {piece: Chunk(span, self._writing(span), arena, None) for piece, span in self.landings.items()},
             tuple(self.alone),
             arena,
         )
@@ -418,7 +441,7 @@ class Draft:
             tensors = [position[self.plan.blocks[i].param] if raw else number for i in part]
             found = [at for at in places if at is not None]
             parts.append(Part(share.key, share.start, share.stop, banks[share.key], tensors, found))
-        return Fleet(parts, raw, self.outbound is None, graphs)
+        return Fleet(parts, raw, self._lands(shares[0].key), graphs)
 
     def _slots(self, mail: Mail | None) -> dict[Piece, Slots]:
         """What of messages belongs to each piece of a bank, as runs over its stack."""

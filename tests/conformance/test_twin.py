@@ -64,6 +64,8 @@ VARIANTS: dict[str, Options] = {
     "nesterov": {"momentum": 0.9, "nesterov": True},
     "dampening": {"momentum": 0.9, "dampening": 0.3, "nesterov": False},
     "dampened nesterov": {"momentum": 0.9, "dampening": 0.3, "nesterov": True},
+    "schedule free": {"momentum": 0.0, "nesterov": False, "averaging": "schedule_free"},
+    "gpa": {"momentum": 0.0, "nesterov": False, "averaging": "gpa", "averaging_decay": 0.6},
     "maximize": {"maximize": True},
     "merged": {"merge_dims": True, "max_preconditioner_dim": 6},
     "unmerged": {"merge_dims": False},

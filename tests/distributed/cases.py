@@ -196,6 +196,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     gaps: bool = False  # some gradients are missing on some steps, and all of them on one
     spoilt: bool = False  # a few NaN
+    evaluated: bool = False  # in eval mode in between, and at the end
     groups: bool = False  # a param group for every decay mode, one of them with another graft
     optimizer: str = "shampoo"
     model: str = "toy"
@@ -215,7 +216,9 @@ class Run:
     def _optimizer(self) -> torch.optim.Optimizer:
         named = list(self.model.named_parameters())
         if self.case.optimizer == "adamw":  # elementwise, so it agrees in every layout and checks this file
-            return torch.optim.AdamW(named, lr=0.05, foreach=False)
+            adamw = torch.optim.AdamW(named, lr=0.05, foreach=False)
+            adamw.train = lambda: None
+            return adamw
         params: list[Any] = named
         if self.case.groups:
             modes = ("decoupled", "l2", "corrected", "independent")
@@ -229,7 +232,10 @@ class Run:
             for group in self.opt.param_groups:
                 group["lr"] = 0.05 / (1 + 0.3 * abs(step - 6))
             self.set_grads(step)
+            self.opt.train()
             self.opt.step()
+            if self.case.evaluated and step % 2 == 0:
+                self.opt.eval()
         return self
 
     def set_grads(self, step: int) -> None:

@@ -121,8 +121,10 @@ def test_another_number_of_trainers(
         Case({"preconditioner": "soap", "graft": None, "momentum": 0.9, "root": "track"}, gaps=True, steps=16),
         Case({"preconditioner": "spectral", "momentum": 0.9, "stages": 2}, gaps=True, steps=16),
         Case({"preconditioner": "spectral", "graft": None, "betas": (0.0, 0.9)}, steps=16),  # keeps nothing
+        Case({"averaging": "schedule_free"}, gaps=True, evaluated=True, steps=16),  # saved in eval mode
+        Case({"averaging": "gpa", "averaging_beta": 0.2}, gaps=True, dtype=torch.bfloat16, steps=16),
     ],
-    ids=["qr", "int8", "diagonal", "soap", "spectral", "spectral, no filter"],
+    ids=["qr", "int8", "diagonal", "soap", "spectral", "spectral, no filter", "schedule free", "gpa"],
 )
 @pairs(FEW[:3])
 def test_other_options(source: str, target: str, case: Case, checkpoints: Checkpoints, pools: Pools) -> None:
@@ -158,6 +160,20 @@ def test_consolidated_equals_the_state_of_one_process(checkpoints: Checkpoints) 
         other = torch.load(checkpoints(saving.consolidate, source, CASE), weights_only=True)["opt"]
         torch.testing.assert_close(other["state"], one["state"], rtol=0, atol=0)
         assert other["param_groups"] == one["param_groups"]
+
+
+@pytest.mark.parametrize("evaluated", [False, True], ids=["train", "eval"])
+@pairs([("fsdp3", "one"), ("ddp2", "fsdp4"), ("one", "ddp3")])
+def test_consolidated_averages(
+    source: str, target: str, evaluated: bool, checkpoints: Checkpoints, pools: Pools
+) -> None:
+    case = Case({"averaging": "schedule_free"}, gaps=True, evaluated=evaluated, steps=16)
+    path = checkpoints(saving.consolidate, source, case)
+    one = torch.load(checkpoints(saving.consolidate, "one", case), weights_only=True)
+    other = torch.load(path, weights_only=True)
+    torch.testing.assert_close(other["opt"]["state"], one["opt"]["state"], rtol=0, atol=0)
+    assert other["opt"]["param_groups"] == one["opt"]["param_groups"]
+    cases.assert_same(parameters(run(pools, saving.resume_file, target, case, path)), cases.alone(case))
 
 
 def test_consolidated_small_state(checkpoints: Checkpoints) -> None:

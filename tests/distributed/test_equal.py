@@ -14,6 +14,7 @@ from .harness import Pools
 
 MOMENTUM: Options = {"momentum": 0.9, "nesterov": True, "dampening": 0.1}
 SPECTRAL: Options = {"preconditioner": "spectral"}
+AVERAGED: Options = {"weight_decay": 0.1, "weight_decay_mode": "corrected"}
 EVERYTHING = Case(
     MOMENTUM | {"weight_decay": 0.1, "weight_decay_mode": "corrected", "refresh": "staggered"},
     gaps=True,
@@ -29,6 +30,11 @@ CASES: dict[str, Case] = {
     "momentum": Case({"momentum": 0.9, "weight_decay": 0.1}),
     "nesterov": Case(MOMENTUM | {"weight_decay": 0.1, "weight_decay_mode": "l2"}),
     "gaps": Case(gaps=True),
+    "schedule free": Case({"averaging": "schedule_free", "weight_decay": 0.1}, gaps=True, spoilt=True),
+    "gpa": Case({"averaging": "gpa", "averaging_decay": 0.8} | AVERAGED, gaps=True),
+    "x kept": Case({"averaging": "schedule_free", "averaging_beta": 0.2} | AVERAGED, gaps=True),
+    "bfloat16, schedule free": Case({"averaging": "schedule_free"} | AVERAGED, dtype=torch.bfloat16, gaps=True),
+    "evaluated": Case({"averaging": "gpa", "communication_dtype": "int8"}, dtype=torch.bfloat16, evaluated=True),
     "nan": Case(MOMENTUM | {"weight_decay": 0.1}, spoilt=True),
     "staggered": Case({"refresh": "staggered"}),
     "sgd": Case({"graft": "sgd", "betas": (0.0, 0.95)}),
@@ -91,7 +97,7 @@ TRAINERS: list[tuple[str, int, Case]] = [
     ("hsdp22", 2, EVERYTHING),
 ]
 EVERY_OPTION = ("ddp2", "fsdp3")
-EVERY_LAYOUT = ("base", "everything", "nan", "bfloat16, int8 wire", "tiny")
+EVERY_LAYOUT = ("base", "everything", "nan", "bfloat16, int8 wire", "tiny", "schedule free", "evaluated")
 MANY = [layout for layout in LAYOUTS if layout != "one"]
 PAIRS = [
     (layout, name)

@@ -34,6 +34,10 @@ CASES = [
 ]
 
 SOAP = {"preconditioner": "soap", "graft": None}
+AVERAGED = [
+    {"averaging": "schedule_free", "betas": (0.0, 0.99), "weight_decay": 0.1},
+    {"averaging": "gpa", "averaging_beta": 0.2, "preconditioner": "spectral"},
+]
 
 
 def gradients(step, dtype=torch.float32):
@@ -55,7 +59,7 @@ def make(dtype=torch.float32, **options):
     return lather.Shampoo(params, **given), params, given
 
 
-@pytest.mark.parametrize("options", CASES)
+@pytest.mark.parametrize("options", [*CASES, *AVERAGED])
 def test_agrees_with_the_twin(options):
     opt, params, given = make(**options if "preconditioner" in options else options | {"root": "eigh"})
     given.pop("root", None)
@@ -75,9 +79,10 @@ def test_agrees_with_the_twin(options):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("options", [*CASES[:4], *CASES[-2:], SOAP])
-def test_plain_steps_do_not_synchronise(options):
-    opt, params, _ = make(**options)
+@pytest.mark.parametrize("on_device", [False, True], ids=["", "rate on the device"])
+@pytest.mark.parametrize("options", [*CASES[:4], *CASES[-2:], SOAP, *AVERAGED])
+def test_plain_steps_do_not_synchronise(options, on_device):
+    opt, params, _ = make(**options | ({"lr": torch.tensor(0.05, device="cuda")} if on_device else {}))
     run(opt, params, 1, 5)
     grads = {step: gradients(step) for step in (5, 6, 7)}
     torch.cuda.synchronize()
@@ -133,6 +138,24 @@ def test_soap_resumes_bitwise():
         for p, w in zip(others, weights, strict=True):
             p.copy_(w)
     fresh.load_state_dict(saved)
+    run(fresh, others, 7, 16)
+    assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
+
+
+@pytest.mark.parametrize("options", AVERAGED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_averages_resume_bitwise_from_eval_mode(dtype, options):
+    opt, params, _ = make(dtype, **options)
+    run(opt, params, 1, 7)
+    points = [p.detach().clone() for p in params]
+    opt.eval()
+    saved = copy.deepcopy(opt.state_dict())
+    opt.train()
+    assert all(torch.equal(p, q) for p, q in zip(params, points, strict=True))
+    run(opt, params, 7, 16)
+    fresh, others, _ = make(dtype, **options)
+    fresh.load_state_dict(saved)
+    fresh.train()
     run(fresh, others, 7, 16)
     assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
 

@@ -32,6 +32,8 @@ CASES = {
     },
     "late": {"graft": "rmsprop", "large_dim": "adagrad", "start_preconditioning_step": 3},
     "elementwise": {"preconditioner": None, "weight_decay": 0.1},
+    "schedule free": {"averaging": "schedule_free", "weight_decay": 0.1, "weight_decay_mode": "corrected"},
+    "gpa": {"averaging": "gpa", "averaging_beta": 0.3, "averaging_decay": 0.8, "betas": (0.0, 0.99)},
     "uncorrected": {"bias_correction": False, "betas": (0.9, 0.95), "weight_decay": 0.1},
 }  # fmt: skip
 
@@ -122,7 +124,9 @@ SGD = {"graft": "sgd", "betas": (0.0, 0.99)}  # nothing but the factors' correct
 
 
 @pytest.mark.parametrize(
-    "options", [CASES["l2"] | {"betas": (0.9, 0.99)}, CASES["momentum"], SGD], ids=["l2", "momentum", "sgd"]
+    "options",
+    [CASES["l2"] | {"betas": (0.9, 0.99)}, CASES["momentum"], SGD, CASES["schedule free"]],
+    ids=["l2", "momentum", "sgd", "averaged"],
 )
 def test_missing_gradients_and_memory_in_any_order(options):
     params = parameters()
@@ -256,6 +260,21 @@ def test_parameters_of_half_the_size(dtype):
         for p, q in zip(params, twin.params, strict=True):
             torch.testing.assert_close(p.detach().double(), q, rtol=torch.finfo(dtype).eps, atol=1e-6)
     assert all(t.dtype == torch.float32 for bank in opt._banks for t in bank.state.values() if t.is_floating_point())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_averages_of_fleets_in_parts(dtype, monkeypatch):
+    """Directions of kernels go through the rules: with parts of banks too, and the same bits."""
+    whole, parts = parameters(dtype=dtype), parameters(dtype=dtype)
+    one = run(whole, 1, 4, averaging="schedule_free", weight_decay=0.1)
+    assert not any(fleet.lands for fleet in one._units[0].fleets)
+    monkeypatch.setattr(tables, "LARGEST", 200)
+    many = run(parts, 1, 4, averaging="schedule_free", weight_decay=0.1)
+    assert len(many._units[0].landings) > len(one._units[0].landings)
+    for mode in ("train", "eval"):
+        assert all(torch.equal(p, q) for p, q in zip(whole, parts, strict=True)), mode
+        one.eval()
+        many.eval()
 
 
 def test_learning_rate_on_the_device():
