@@ -10,7 +10,7 @@ import pathlib
 import shlex
 import statistics
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import machine
@@ -19,8 +19,7 @@ import torch
 from machine import CUDA, DEVICE, now
 
 import lather
-from lather.options import start_step
-from lather.schedule import is_due
+from lather.schedule import first_step, is_due
 
 # Arguments.
 
@@ -80,13 +79,14 @@ class Schedule(NamedTuple):
     start: int = 4
     frequency: int = 1
     refresh: str = "never"  # or "together", "staggered"
+    group: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, opt: torch.optim.Optimizer) -> Schedule:
         group = opt.param_groups[0]
         if not isinstance(opt, lather.Shampoo):
             return cls()
-        return cls(int(start_step(group)), group["precondition_frequency"], group["refresh"])
+        return cls(int(first_step(group)), group["precondition_frequency"], group["refresh"], group)
 
     @property
     def warmup(self) -> int:
@@ -100,7 +100,7 @@ class Schedule(NamedTuple):
     def refreshes(self, t: int) -> bool:
         if self.refresh == "staggered":
             return t >= self.start
-        return self.refresh == "together" and is_due(t, self.start, self.frequency, None)
+        return self.group is not None and self.refresh == "together" and is_due(t, self.group, None)
 
     def first(self, times: list[float]) -> float | None:
         """The time of the first refresh, given those of all steps; staggered, the worst step with a part of it."""

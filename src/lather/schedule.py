@@ -19,6 +19,12 @@ def period(t: int, group: Mapping[str, Any]) -> int:
     return min(frequency, 1 << max(0, int(t * group["refresh_warmup"]).bit_length() - 1))
 
 
+def first_step(group: Mapping[str, Any]) -> float:
+    """The first step that is preconditioned."""
+    start = group["start_preconditioning_step"]
+    return float(period(1, group) if start is None else start)
+
+
 def is_due(t: int, group: Mapping[str, Any], offset: int | None) -> bool:
     """Refreshed together (no offset): at the first step that is preconditioned and at later multiples of the period.
 
@@ -28,8 +34,7 @@ def is_due(t: int, group: Mapping[str, Any], offset: int | None) -> bool:
     >>> [t for t in range(1, 13) if is_due(t, group, None)], [t for t in range(1, 13) if is_due(t, group, 1)]
     ([3, 5, 10], [6, 11])
     """
-    every, start = period(t, group), group["start_preconditioning_step"]
-    start = period(1, group) if start is None else start
+    every, start = period(t, group), first_step(group)
     if offset is None:
-        return bool(t == start or (t > start and t % every == 0))
-    return bool(t >= start and t % every == offset % every)
+        return t == start or (t > start and t % every == 0)
+    return t >= start and t % every == offset % every

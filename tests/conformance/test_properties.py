@@ -574,17 +574,31 @@ def test_greedy_leaves_no_bin_idle(costs: list[float], bins: int) -> None:
 @given(st.integers(1, 12), st.integers(1, 30), st.data())
 def test_staggered_blocks_are_due_once_per_period(frequency: int, start: int, data: Any) -> None:
     offset = data.draw(st.integers(0, frequency - 1))
-    due = [t for t in range(1, start + 4 * frequency) if is_due(t, start, frequency, offset)]
+    group = group_of(precondition_frequency=frequency, start_preconditioning_step=start)
+    due = [t for t in range(1, start + 4 * frequency) if is_due(t, group, offset)]
     assert start <= due[0] < start + frequency
     assert all(b - a == frequency for a, b in itertools.pairwise(due))
 
 
 @given(st.integers(1, 12), st.integers(1, 30))
 def test_together_blocks_are_due_at_the_start_and_at_multiples(frequency: int, start: int) -> None:
-    due = [t for t in range(1, 60) if is_due(t, start, frequency, None)]
+    group = group_of(precondition_frequency=frequency, start_preconditioning_step=start)
+    due = [t for t in range(1, 60) if is_due(t, group, None)]
     assert due == sorted({start} | {t for t in range(frequency, 60, frequency) if t > start})
     for offset in (None, 0):
-        assert not any(is_due(t, math.inf, frequency, offset) for t in range(60))
+        assert not any(is_due(t, group | {"start_preconditioning_step": math.inf}, offset) for t in range(60))
+
+
+@given(st.integers(1, 40), st.floats(0.05, 1), st.data())
+def test_warmed_up_roots_are_young_and_then_as_old_as_ever(frequency: int, warmup: float, data: Any) -> None:
+    group = group_of(precondition_frequency=frequency, refresh_warmup=warmup)
+    offset = data.draw(st.none() | st.integers(0, frequency - 1))
+    last, end = 0, math.ceil(2 * frequency / warmup)
+    for t in range(1, end + 3 * frequency):
+        last = t if is_due(t, group, offset) else last
+        assert t - last < 2 * max(1, min(frequency, warmup * t))
+        if t >= end:
+            assert is_due(t, group, offset) == (t % frequency == (offset or 0))
 
 
 # Plans for several ranks.
