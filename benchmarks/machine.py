@@ -26,8 +26,8 @@ class Memory:
     """MiB above what was allocated at the start; None where torch does not count."""
 
     def __init__(self) -> None:
-        gc.collect()
         if CUDA:
+            gc.collect()
             torch.cuda.empty_cache()
         self._base = torch.cuda.memory_allocated() if CUDA else 0
         self.peak()

@@ -1,10 +1,11 @@
 """One option of lather at a time, on the byte-level transformer: what it does to the loss, to the time and to memory.
 
-    python -m experiments.ablations --data DIR                              # all of them
+    python -m experiments.ablations --data DIR                              # all of them, the first ones first
     python -m experiments.ablations --data DIR --only '/(default|eps)'      # some
 
-The task and everything that is not varied are those of `shampoo@10` in experiments.wikitext, at the learning rate LR; variations
-that change the length of a step have a grid of their own around what it should be.
+The task and everything that is not varied are those of `shampoo@10` in experiments.wikitext, at the learning rate LR, which is the
+best of AdamW's grid: what a user has who changes the class only. Variations that change the length of a step have a grid of
+their own around what it should be.
 """
 
 from __future__ import annotations
@@ -18,41 +19,53 @@ from experiments.recipes import Recipe
 
 LR = 2e-3
 BASE = wikitext.SHAMPOO._replace(rates=(LR,))
-
-# Option: its values, without the default.
-FACTORS: dict[str, tuple[Any, ...]] = {
-    "precondition_frequency": (1, 50, 100),
-    "max_preconditioner_dim": (128, 256, 512, 2048),
-    "exponent": (0.5,),  # the default is 1/4 for matrices
-    "exponent_multiplier": (1.82,),
-    "start_preconditioning_step": (1, 50, 100, 250),
-    "eps": (1e-14, 1e-10, 1e-8, 1e-6),
-    "root": ("eigh", "newton", "minimax", "qr", "track(iterations=1)", "track"),
-    "refresh_warmup": (0.02, 0.1, 0.5),
-    "refresh": ("staggered",),
-    "refresh_delay": (2,),
-    "precision": ("float32",),
-    "root_dtype": ("bfloat16", "float16"),
-    "weight_decay_mode": ("corrected",),
-    "precondition_1d": (True,),
-    "graft_eps": (1e-10, 1e-6),
-}
 DIAGONAL = {"preconditioner": None}
-# What takes more than one option, by name.
+
+# By name. First what might become a default: when and how often roots are refreshed while factors move fast, the exponent,
+# who is preconditioned, averages (AdamW's default for betas is the first of them), damping.
+CANDIDATES: dict[str, dict[str, Any]] = {
+    "refresh_warmup=0.1": {"refresh_warmup": 0.1},
+    "refresh_warmup=0.1, every 50": {"refresh_warmup": 0.1, "precondition_frequency": 50},
+    "start_preconditioning_step=1": {"start_preconditioning_step": 1},
+    "precondition_frequency=1": {"precondition_frequency": 1},
+    "precondition_frequency=50": {"precondition_frequency": 50},
+    "exponent=0.5": {"exponent": 0.5},  # the default is 1/4 for matrices
+    "kinds of route": {"kinds": {}},  # embeddings and head diagonal, norms not decayed
+    "beta2=0.999": {"betas": (0.9, 0.999)},
+    "beta2=0.95, graft's 0.999": {"betas": (0.9, 0.95), "graft_beta2": 0.999},
+    "relative eps=1e-06": {"damping": "relative", "eps": 1e-6},
+    "root=minimax(relative_eps=1e-6)": {"root": "minimax(relative_eps=1e-6)"},
+}
+# Option: its values.
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "refresh": ("staggered",),
+    "refresh_warmup": (0.5,),
+    "start_preconditioning_step": (100,),
+    "eps": (1e-10, 1e-8, 1e-6),
+    "max_preconditioner_dim": (128, 256, 512, 2048),
+    "root": ("newton", "track"),
+    "precision": ("float32",),
+    "root_dtype": ("bfloat16",),
+    "refresh_delay": (2,),
+    "precondition_1d": (True,),
+    "weight_decay_mode": ("corrected",),
+    "graft_eps": (1e-6,),
+    "exponent_multiplier": (1.82,),
+    "precondition_frequency": (100,),
+}
+# What takes more than one option, or a rule.
 OTHERS: dict[str, dict[str, Any]] = {
-    **{f"relative eps={eps:g}": {"damping": "relative", "eps": eps} for eps in (1e-10, 1e-8, 1e-6, 1e-4)},
-    **{f"beta1={b:g}": {"betas": (b, 0.95)} for b in (0.8, 0.95)},
-    **{f"beta2={b:g}": {"betas": (0.9, b)} for b in (0.9, 0.98, 0.99, 0.999)},
-    # Nesterov's form of the filter, and the factors alone with another memory than the graft's.
-    "beta3=0.81": {"beta3": 0.81},
-    **{f"beta2={b:g}, graft's 0.95": {"betas": (0.9, b), "graft_beta2": 0.95} for b in (0.9, 0.98, 0.99)},
-    "averaging=gpa": {"averaging": "gpa"},
-    "averaging=schedule_free": {"averaging": "schedule_free", "betas": (0.0, 0.95)},
     "embeddings diagonal": {"rules": [["^(token|position)", DIAGONAL]]},
     "head diagonal": {"rules": [["^head", DIAGONAL]]},
-    "embeddings and head diagonal": {"rules": [["^(token|position|head)", DIAGONAL]]},
     "norms not decayed": {"rules": [["norm", {"weight_decay": 0.0}]]},
     "qkv apart": {"rules": [["qkv", {"split": 3}]]},
+    **{f"beta2={b:g}": {"betas": (0.9, b)} for b in (0.9, 0.98, 0.99)},
+    **{f"beta2={b:g}, graft's 0.95": {"betas": (0.9, b), "graft_beta2": 0.95} for b in (0.9, 0.98, 0.99)},
+    **{f"relative eps={eps:g}": {"damping": "relative", "eps": eps} for eps in (1e-8, 1e-4)},
+    **{f"beta1={b:g}": {"betas": (b, 0.95)} for b in (0.8, 0.95)},
+    "beta3=0.81": {"beta3": 0.81},  # Nesterov's form of the filter
+    "averaging=gpa": {"averaging": "gpa"},
+    "averaging=schedule_free": {"averaging": "schedule_free", "betas": (0.0, 0.95)},
 }
 # Other lengths of a step, so other learning rates: factors of LR. Directions without a graft are about as long as those of Muon
 # before its scale, those of SGD are as long as the gradient, and those of Adagrad shrink with the number of steps.
@@ -62,14 +75,15 @@ GRAFTS: dict[str, tuple[Any, tuple[float, ...]]] = {
     "graft=sgd": ("sgd", (256.0, 1024.0, 4096.0)),
     "graft=None": (None, (4.0, 16.0, 64.0)),
 }
+SLOW = {"root=eigh": {"root": "eigh"}, "root=qr": {"root": "qr"}}  # several times as long as all others
 
 
 def variations() -> Iterator[tuple[str, Recipe]]:
     yield "default", BASE
-    for option, values in FACTORS.items():
-        yield from ((f"{option}={value}", BASE.varied({option: value})) for value in values)
-    yield from ((name, BASE.varied(options)) for name, options in OTHERS.items())
+    single = {f"{option}={value}": {option: value} for option, values in FACTORS.items() for value in values}
+    yield from ((name, BASE.varied(options)) for name, options in (CANDIDATES | single | OTHERS).items())
     yield from ((name, BASE.varied({"graft": graft}, factors)) for name, (graft, factors) in GRAFTS.items())
+    yield from ((name, BASE.varied(options)) for name, options in SLOW.items())
 
 
 EXPERIMENT = harness.Experiment(
@@ -82,6 +96,7 @@ EXPERIMENT = harness.Experiment(
     recipes=dict(variations()),
     base=BASE,
     score="bits",
+    looks=6,
 )
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
     --runs NAME ...     of the experiment's table (all), or a root solver and the steps between refreshes: eigh@50
     --options JSON ...  lather with other options, a run for each: '{"root": "eigh"}'
     --lr, --seeds       instead of each recipe's grid, and of seed 0
+    --bracket           go on by factors of two until the best of each has worse ones on both sides; from one --lr, uphill
     --best              at the learning rate that the log has as the best of each, at that length or else at the longest
+    --looks N           evaluate so often in a run
     --only REGEX        of those, the ones whose key it is found in
     --list              say which they are, and which are done
     --budget SECONDS    begin no run that would not be done by then, as long as the longest so far
@@ -34,7 +36,7 @@ import lather
 from benchmarks import machine
 from benchmarks.machine import DEVICE, Memory, now, state_mib
 from experiments import log
-from experiments.log import Row, Run
+from experiments.log import Finished, Row, Run
 from experiments.recipes import Optimizers, Recipe
 from experiments.tasks import Task
 
@@ -49,24 +51,30 @@ class Experiment(NamedTuple):
     recipes: Mapping[str, Recipe]
     base: Recipe  # what --options and eigh@50 vary
     score: str  # what the best learning rate has the least of
+    looks: int | None = None  # evaluations in a run, if not as many as the task has
 
 
 # One run.
 
 
-def train(task: Task, run: Run, recipe: Recipe, write: Callable[[Row], None]) -> Row:
+WATCHED = 100  # at most so many steps at the end have their memory looked at, which takes the host a little time
+
+
+def train(task: Task, run: Run, recipe: Recipe, write: Callable[[Row], None], looks: int | None = None) -> Row:
     """Train, write a row at every look, and return the last: how it ended.
 
     ``seconds`` are those of the training steps with nothing left to do on the device, without evaluations, and without the
     compilation of the model, which came before. What an optimizer compiles and measures in its first steps is in the first
     look's seconds. ``ms`` is the mean of the steps after that look, or of all if there is one only. Memory is looked at in the
-    steps before the last look.
+    last steps.
     """
     memory = Memory()
     task.begin(run.seed)
     optimizers = recipe.make(task.model, run.lr, **recipe.options)
     peaks = [(group, group["lr"]) for opt in optimizers for group in opt.param_groups]
-    steps, looks = task.steps(run.length), task.looks(run.length)
+    steps = task.steps(run.length)
+    looks = min(steps, looks or task.looks(run.length))
+    watch = max(steps * (looks - 1) // looks, steps - WATCHED)
     total, since, seconds, rows = torch.zeros((), device=DEVICE), 0, 0.0, list[Row]()
     end, most, begin = Row(end="complete"), dict[str, float](), now()
     for step in range(1, steps + 1):
@@ -76,7 +84,7 @@ def train(task: Task, run: Run, recipe: Recipe, write: Callable[[Row], None]) ->
         loss.backward()
         if task.clip:
             nn.utils.clip_grad_norm_(task.model.parameters(), task.clip)
-        with watched(memory, most) if step > steps * (looks - 1) // looks else nullcontext():
+        with watched(memory, most) if step > watch else nullcontext():
             for opt in optimizers:
                 opt.step()
         for opt in optimizers:
@@ -85,7 +93,7 @@ def train(task: Task, run: Run, recipe: Recipe, write: Callable[[Row], None]) ->
         if step * looks // steps > (step - 1) * looks // steps:
             seconds += (now() - begin) / 1e3
             rows.append({"step": step, "seconds": seconds, "train_loss": total.item() / (step - since)})
-            with evaluating(optimizers):
+            with evaluating(task, optimizers):
                 rows[-1] |= task.evaluate()
             write(rows[-1])
             if not all(map(math.isfinite, rows[-1].values())):
@@ -99,12 +107,14 @@ def train(task: Task, run: Run, recipe: Recipe, write: Callable[[Row], None]) ->
 
 
 @contextmanager
-def evaluating(optimizers: Optimizers) -> Iterator[None]:
-    """Weights as those want them evaluated that average."""
+def evaluating(task: Task, optimizers: Optimizers) -> Iterator[None]:
+    """Weights as those want them evaluated that average, and statistics that belong to them."""
     two_modes = [opt for opt in optimizers if hasattr(opt, "eval")]
     for opt in two_modes:
         opt.eval()
-    yield
+    averaged = any(group.get("averaging") for opt in optimizers for group in opt.param_groups)
+    with task.settled() if averaged else nullcontext():
+        yield
     for opt in two_modes:
         opt.train()
 
@@ -136,14 +146,15 @@ def steady_ms(rows: list[Row]) -> float:
 
 def main(experiment: Experiment, argv: list[str]) -> int:
     args = parse(experiment, argv)
-    wanted = list(chosen(experiment, args))
-    done = {finished.run.key for finished in log.read(args.log)}
-    left = [(run, recipe) for run, recipe in wanted if run.key not in done]
-    print(f"{len(wanted)} runs, {len(wanted) - len(left)} of them in {args.log}")
+    finished = log.read(args.log)
+    wanted, done = list(chosen(experiment, args, finished)), {f.run.key for f in finished}
+    print(f"{len(wanted)} runs, {sum(run.key in done for run, _ in wanted)} of them in {args.log}")
+    if args.best:
+        warn_of_edges(experiment, args, finished)
     if args.list:
         print(*("done  " * (run.key in done) + run.key for run, _ in wanted), sep="\n")
         return 0
-    return perform(experiment, args, left) if left else 0
+    return perform(experiment, args) if any(run.key not in done for run, _ in wanted) else 0
 
 
 def parse(experiment: Experiment, argv: list[str]) -> argparse.Namespace:
@@ -156,7 +167,9 @@ def parse(experiment: Experiment, argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--lr", nargs="+", type=float)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument(f"--{experiment.unit}", dest="lengths", nargs="+", type=int, default=list(experiment.lengths))
+    parser.add_argument("--bracket", action="store_true")
     parser.add_argument("--best", action="store_true")
+    parser.add_argument("--looks", type=int, default=experiment.looks, metavar="N")
     parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS")
@@ -165,6 +178,8 @@ def parse(experiment: Experiment, argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--commit", default=os.environ.get("LATHER_COMMIT"), help="for the log; or LATHER_COMMIT")
     parser.add_argument("--tiny", action="store_true", help="a small model and made-up data, for a CPU")
     args = parser.parse_args(argv)
+    if args.best and args.bracket:
+        parser.error("--bracket looks for the learning rate that --best takes; give one, then the other")
     if not (args.data or args.tiny or args.list):
         parser.error("--data says where the data are; --tiny does without")
     args.log = args.log or log.RESULTS / f"{experiment.name}{'-tiny' * args.tiny}.jsonl"
@@ -207,41 +222,69 @@ def spell(options: Mapping[str, Any]) -> str:
     return ",".join(f"{name}={value}" for name, value in options.items())
 
 
-def chosen(experiment: Experiment, args: argparse.Namespace) -> Iterator[tuple[Run, Recipe]]:
-    finished = log.read(args.log)
+def chosen(experiment: Experiment, args: argparse.Namespace, finished: list[Finished]) -> Iterator[tuple[Run, Recipe]]:
     for length in args.lengths:
         for name, recipe in args.recipes.items():
-            rates = tuple(args.lr or recipe.rates)
-            if args.best:
-                rate = log.best_rate(
-                    log.of_length([f for f in finished if f.run.optimizer == name], length), experiment.score
-                )
-                rates = () if rate is None else (rate,)
-            for lr in rates:
+            for lr in rates(experiment, args, recipe, [f for f in finished if f.run.optimizer == name], length):
                 for seed in args.seeds:
                     run = Run(experiment.name, name, lr, seed, length, experiment.unit)
                     if args.only.search(run.key):
                         yield run, recipe
 
 
-def perform(experiment: Experiment, args: argparse.Namespace, runs: list[tuple[Run, Recipe]]) -> int:
+def rates(
+    experiment: Experiment, args: argparse.Namespace, recipe: Recipe, finished: list[Finished], length: int
+) -> list[float]:
+    """The learning rates that are wanted of an optimizer, as far as its runs tell yet."""
+    if args.best:
+        rate = log.best_rate(log.of_length(finished, length), experiment.score)
+        return [] if rate is None else [rate]
+    grid, same = list(args.lr or recipe.rates), [f for f in finished if f.run.length == length]
+    if args.bracket and set(grid) <= {f.run.lr for f in same}:
+        rate = log.beyond(same, experiment.score)
+        if rate is not None and min(grid) / FARTHEST <= rate <= max(grid) * FARTHEST:
+            grid.append(rate)
+    return grid
+
+
+FARTHEST = 16  # times beyond its grid that a learning rate is looked for
+
+
+def warn_of_edges(experiment: Experiment, args: argparse.Namespace, finished: list[Finished]) -> None:
+    for length in args.lengths:
+        for name in args.recipes:
+            same = log.of_length([f for f in finished if f.run.optimizer == name], length)
+            if (rate := log.beyond(same, experiment.score)) is not None:
+                print(f"{name}: the best may be beyond those that were tried, such as {rate:g}; --bracket looks for it")
+
+
+def perform(experiment: Experiment, args: argparse.Namespace) -> int:
     """Train one after the other. A run that fails is in the log as failed, and will be run again the next time."""
-    start, longest, failures = time.perf_counter(), 0.0, 0
+    start, longest, failures, begun = time.perf_counter(), 0.0, 0, set[str]()
     torch.set_float32_matmul_precision("high")
     task = experiment.tiny() if args.tiny else experiment.task(args.data)
     loaded = time.perf_counter()
     task.compile(args.compile_mode)
     print(f"data {loaded - start:.1f} s, compilation {time.perf_counter() - loaded:.1f} s", flush=True)
-    for i, (run, recipe) in enumerate(runs):
+    while left := unfinished(experiment, args, begun):
         begin = time.perf_counter()
         if begin - start + longest > args.budget:
-            print(f"the budget is used up; {len(runs) - i} runs are left")
+            print(f"the budget is used up; {len(left)} runs are left")
             break
+        run, recipe = left[0]
+        begun.add(run.key)
         end = record(task, run, recipe, args)
         failures += end["end"] == "failed"
         longest = max(longest, time.perf_counter() - begin)
         print(f"{run.key}: {describe(end)}, {time.perf_counter() - begin:.1f} s in all", flush=True)
     return min(failures, 1)
+
+
+def unfinished(experiment: Experiment, args: argparse.Namespace, begun: set[str]) -> list[tuple[Run, Recipe]]:
+    """Runs that are neither in the log, whoever put them there, nor begun here."""
+    finished = log.read(args.log)
+    done = begun | {f.run.key for f in finished}
+    return [(run, recipe) for run, recipe in chosen(experiment, args, finished) if run.key not in done]
 
 
 def record(task: Task, run: Run, recipe: Recipe, args: argparse.Namespace) -> Row:
@@ -254,7 +297,7 @@ def record(task: Task, run: Run, recipe: Recipe, args: argparse.Namespace) -> Ro
         log.append(args.log, name | {key: round(x, 6) if math.isfinite(x) else None for key, x in row.items()})
 
     try:
-        end = train(task, run, recipe, write)
+        end = train(task, run, recipe, write, args.looks)
     except Exception as error:
         traceback.print_exc()
         end = {"end": "failed", "error": f"{type(error).__name__}: {error}"[:500]}

@@ -1,7 +1,7 @@
 """Raw logs: JSON lines, one for every look at a run and one for its end.
 
 A run is known by its key. One that was cut short has no end; it is begun anew and told from its first attempt by the time at
-which that began.
+which that began. Several processes may append to one log: a line is written at once.
 """
 
 from __future__ import annotations
@@ -38,9 +38,13 @@ class Finished(NamedTuple):
 
 
 def append(path: pathlib.Path, row: Row) -> None:
+    """Add a line; after one that was cut off in the middle, begin another."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    with path.open("ab+", buffering=0) as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 1))
+        whole = file.read(1) in (b"", b"\n")
+        file.write(b"\n" * (not whole) + json.dumps(row).encode() + b"\n")
 
 
 def read(path: pathlib.Path) -> list[Finished]:
@@ -82,8 +86,22 @@ def of_length(runs: list[Finished], length: int) -> list[Finished]:
     return [finished for finished in runs if finished.run.length == length]
 
 
+def first_seed(runs: list[Finished]) -> list[Finished]:
+    first = min((finished.run.seed for finished in runs), default=0)
+    return [finished for finished in runs if finished.run.seed == first]
+
+
 def best_rate(runs: list[Finished], score: str) -> float | None:
     """The learning rate whose run with the first seed ended lowest."""
-    first = min((finished.run.seed for finished in runs), default=0)
-    sound = [f for f in runs if f.run.seed == first and not f.diverged]
+    sound = [f for f in first_seed(runs) if not f.diverged]
     return min(sound, key=lambda f: f.looks[-1][score]).run.lr if sound else None
+
+
+def beyond(runs: list[Finished], score: str) -> float | None:
+    """The learning rate to try next if the best is at an edge of those that were tried, so that it may be beyond."""
+    tried, best = {f.run.lr for f in first_seed(runs)}, best_rate(runs, score)
+    if not tried:
+        return None
+    if best == max(tried):
+        return 2 * best
+    return min(tried) / 2 if best in (None, min(tried)) else None

@@ -47,9 +47,10 @@ def sgd(model: nn.Module, lr: float, **options: Any) -> Optimizers:
     return [torch.optim.SGD(model.parameters(), lr=lr, fused=True, **options)]
 
 
-def shampoo(model: nn.Module, lr: float, rules: Any = (), **options: Any) -> Optimizers:
-    """lather with the options of ``lather.Shampoo`` and with rules for parameters; nothing is treated by its kind."""
-    return [lather.Shampoo(lather.route(model, rules, kinds=None), lr=lr, **options)]
+def shampoo(model: nn.Module, lr: float, rules: Any = (), kinds: Any = None, **options: Any) -> Optimizers:
+    """lather with the options of ``lather.Shampoo`` and with rules for parameters; nothing is treated by its kind, or with
+    ``kinds={}`` everything as ``lather.route`` has it."""
+    return [lather.Shampoo(lather.route(model, rules, kinds=kinds), lr=lr, **options)]
 
 
 def from_sgd(model: nn.Module, lr: float, **options: Any) -> Optimizers:

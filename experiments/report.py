@@ -39,11 +39,15 @@ class Group(NamedTuple):
     seeds: str  # how many that are
 
     def steps(self) -> list[int]:
-        return [look["step"] for look in self.runs[0].looks]
+        """Those at which all seeds were looked at."""
+        common = set.intersection(*({look["step"] for look in finished.looks} for finished in self.runs))
+        return sorted(common)
 
     def values(self, name: str) -> Tensor:
         """[seeds, looks]"""
-        return torch.tensor([[look[name] for look in finished.looks] for finished in self.runs], dtype=torch.float64)
+        steps = set(self.steps())
+        rows = [[look[name] for look in finished.looks if look["step"] in steps] for finished in self.runs]
+        return torch.tensor(rows, dtype=torch.float64)
 
     def curve(self, name: str) -> list[float]:
         return self.values(name).mean(0).tolist()
@@ -91,7 +95,7 @@ def unique(values: Iterable[Any]) -> list[Any]:
 def best(runs: Sequence[Finished], score: str) -> list[Group]:
     """Each optimizer and length at its best learning rate."""
     groups = []
-    for optimizer, length in unique((f.run.optimizer, f.run.length) for f in runs):
+    for optimizer, length in ordered(runs):
         same = [f for f in runs if (f.run.optimizer, f.run.length) == (optimizer, length)]
         lr = log.best_rate(same, score)
         if lr is not None:
@@ -102,10 +106,23 @@ def best(runs: Sequence[Finished], score: str) -> list[Group]:
     return groups
 
 
+def reference(groups: Sequence[Group], kind: Kind) -> Group | None:
+    """The longest runs of the optimizer whose end the others are to reach."""
+    same = [group for group in groups if group.optimizer == kind.reference]
+    return max(same, key=lambda group: group.length, default=None)
+
+
 def target(groups: Sequence[Group], kind: Kind) -> float | None:
-    """Where the reference ended in its longest runs."""
-    ends = {group.length: group.last(kind.score) for group in groups if group.optimizer == kind.reference}
-    return statistics.fmean(ends[max(ends)]) if ends else None
+    """Where the reference ended."""
+    group = reference(groups, kind)
+    return None if group is None else group.curve(kind.score)[-1]
+
+
+def ordered(runs: Sequence[Finished]) -> list[tuple[str, int]]:
+    """Optimizers in the order of the log, and of each its lengths, the longest first."""
+    pairs = {(f.run.optimizer, f.run.length) for f in runs}
+    names = unique(f.run.optimizer for f in runs)
+    return sorted(pairs, key=lambda pair: (names.index(pair[0]), -pair[1]))
 
 
 def title(optimizer: str, length: int, runs: Sequence[Finished]) -> str:
@@ -130,7 +147,7 @@ def made(name: str, runs: Sequence[Finished]) -> str:
 def rates_table(runs: Sequence[Finished], kind: Kind) -> str:
     """The end of the first seed at every learning rate, the best of a row in bold."""
     rates, rows = sorted(unique(f.run.lr for f in runs)), []
-    for optimizer, length in unique((f.run.optimizer, f.run.length) for f in runs):
+    for optimizer, length in ordered(runs):
         same = [f for f in runs if (f.run.optimizer, f.run.length) == (optimizer, length)]
         lr, seed = log.best_rate(same, kind.score), min(f.run.seed for f in same)
         row: Row = {"optimizer": title(optimizer, length, runs)}
@@ -161,17 +178,26 @@ def costs(group: Group) -> Row:
     return row | {"seconds": (row["ms"] or 0) * group.steps()[-1] / 1e3}
 
 
-def best_row(group: Group, kind: Kind, goal: float | None, runs: Sequence[Finished]) -> Row:
-    reached = None if goal is None else group.first(kind.score, goal)
-    row = costs(group)
-    row |= {"optimizer": title(group.optimizer, group.length, runs), "lr": group.lr, "seeds": group.seeds}
-    row |= {"end": demo.spread(map(kind.shown, group.last(kind.score)), kind.decimals), "reached": reached}
-    row["reached_seconds"] = None if reached is None else reached * (row["ms"] or 0) / 1e3
-    return row
+def best_row(group: Group, kind: Kind, runs: Sequence[Finished]) -> Row:
+    row: Row = {"optimizer": title(group.optimizer, group.length, runs), "lr": group.lr, "seeds": group.seeds}
+    row["end"] = demo.spread(map(kind.shown, group.last(kind.score)), kind.decimals)
+    return row | costs(group)
+
+
+def race(group: Group, kind: Kind, other: Group | None) -> Row:
+    """When the other's end was reached, in steps and seconds, and which part of all of the other's that is."""
+    step = None if other is None else group.first(kind.score, other.curve(kind.score)[-1])
+    if other is None or step is None:
+        return {}
+    seconds, all_seconds = step * (group.end("ms") or 0) / 1e3, costs(other)["seconds"]
+    return {
+        "reached": f"{step} ({step / other.steps()[-1]:.0%})",
+        "reached_seconds": f"{seconds:.1f} ({seconds / all_seconds:.0%})",
+    }
 
 
 def best_table(groups: Sequence[Group], kind: Kind, runs: Sequence[Finished], middle: Sequence[Column] = ()) -> str:
-    goal = target(groups, kind)
+    other = reference(groups, kind)
     name = f"{kind.reference}'s end"
     columns = [
         column("optimizer", "optimizer"),
@@ -179,11 +205,33 @@ def best_table(groups: Sequence[Group], kind: Kind, runs: Sequence[Finished], mi
         column("seeds", "seeds"),
         *middle,
         column(kind.word, "end"),
-        column(f"steps to {name}", "reached"),
-        column(f"seconds to {name}", "reached_seconds", ".1f"),
+        (f"steps to {name}", lambda row: row.get("reached", "-")),
+        (f"seconds to {name}", lambda row: row.get("reached_seconds", "-")),
         *COSTS,
     ]
-    return table(columns, [best_row(group, kind, goal, runs) | {"group": group} for group in groups])
+    return table(columns, [best_row(g, kind, runs) | race(g, kind, other) | {"group": g} for g in groups])
+
+
+def reaching(groups: Sequence[Group], kind: Kind, runs: Sequence[Finished]) -> list[str]:
+    """What the columns of the race mean."""
+    if (other := reference(groups, kind)) is None:
+        return []
+    end = f"{kind.shown(other.curve(kind.score)[-1]):.{kind.decimals}f}"
+    return [
+        f"`{other.optimizer}`'s end is {end}, that of its {other.length} {runs[0].run.unit}. Steps and seconds to it are those of "
+        "the first look at which the mean is as good, with their part of all its steps and seconds; a dash: not reached."
+    ]
+
+
+def edges(runs: Sequence[Finished], kind: Kind) -> list[str]:
+    """Who should be given other learning rates."""
+    found = []
+    for optimizer, length in ordered(runs):
+        same = [f for f in runs if (f.run.optimizer, f.run.length) == (optimizer, length)]
+        tried = len({f.run.lr for f in log.first_seed(same)})
+        if tried > 1 and log.beyond(same, kind.score) is not None:
+            found.append(title(optimizer, length, runs))
+    return [f"Best at the edge of its grid, so perhaps better beyond: {', '.join(found)}."] if found else []
 
 
 def checkpoints(row: Row) -> str:
@@ -212,8 +260,10 @@ def bytes_section(name: str, runs: Sequence[Finished]) -> list[str]:
     return [
         "Validation bits per byte at the end, by learning rate:",
         rates_table(runs, kind),
+        *edges(runs, kind),
         "At the best:",
         best_table(groups, kind, runs, [curve]),
+        *reaching(groups, kind, runs),
         f"![bits per byte by step and by second](images/{name}.png)",
     ]
 
@@ -229,8 +279,10 @@ def images_section(name: str, runs: Sequence[Finished]) -> list[str]:
     return [
         "Validation accuracy in percent at the end, by learning rate:",
         rates_table(runs, kind),
+        *edges(runs, kind),
         "At the best; training figures are of images without augmentation, and the gap is training less validation accuracy:",
         best_table(groups, kind, runs, middle),
+        *reaching(groups, kind, runs),
         f"![training and validation by epoch](images/{name}.png)",
     ]
 
@@ -241,7 +293,7 @@ def ablations_section(name: str, runs: Sequence[Finished]) -> list[str]:
     base = ends.get("default")
     rows = []
     for group in groups:
-        row = best_row(group, kind, None, runs) | {"train": statistics.fmean(group.last("train_loss"))}
+        row = best_row(group, kind, runs) | {"train": statistics.fmean(group.last("train_loss"))}
         row["over"] = None if base is None or group.optimizer == "default" else ends[group.optimizer] - base
         rows.append(row)
     columns = [
@@ -277,7 +329,7 @@ def style(groups: Sequence[Group], group: Group) -> dict[str, Any]:
 
 def plot_bytes(name: str, runs: Sequence[Finished], path: pathlib.Path) -> None:
     groups = best(runs, "bits")
-    fig = figure(11, 4.4)
+    fig = figure(13, 4.4)
     by_step, by_second = fig.subplots(1, 2)
     for group in groups:
         line = style(groups, group) | {"label": f"{title(group.optimizer, group.length, runs)}, lr {group.lr:g}"}
@@ -289,13 +341,15 @@ def plot_bytes(name: str, runs: Sequence[Finished], path: pathlib.Path) -> None:
     for axes, label in ((by_step, "step"), (by_second, "seconds of training steps")):
         demo.tidy(axes, label)
         axes.set(ylabel="validation bits per byte", ylim=(low - 0.02 * (high - low), high))
-    by_second.legend(frameon=False, fontsize="small")
+        if (goal := target(groups, KINDS[name])) is not None:
+            axes.axhline(goal, color=COLORS[0], linewidth=0.8, linestyle=":")
+    by_second.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
     fig.savefig(path)
 
 
 def plot_images(name: str, runs: Sequence[Finished], path: pathlib.Path) -> None:
     groups = best(runs, "valid_error")
-    fig = figure(15, 4.4)
+    fig = figure(17, 4.4)
     trained, held, accuracy = fig.subplots(1, 3)
     for group in groups:
         line = style(groups, group)
@@ -309,9 +363,11 @@ def plot_images(name: str, runs: Sequence[Finished], path: pathlib.Path) -> None
     lows = [100 * (1 - group.curve("valid_error")[len(group.steps()) // 6]) for group in groups]
     accuracy.set(ylabel="validation accuracy %")
     accuracy.set_ylim(bottom=min(lows))
+    if (goal := target(groups, KINDS[name])) is not None:
+        accuracy.axhline(KINDS[name].shown(goal), color=COLORS[0], linewidth=0.8, linestyle=":")
     for axes in (trained, held, accuracy):
         demo.tidy(axes, "epoch")
-    accuracy.legend(frameon=False, fontsize="small")
+    accuracy.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
     fig.savefig(path)
 
 

@@ -1,7 +1,7 @@
 """ResNet-18 on CIFAR-10: SGD with Nesterov momentum, and Shampoo grafted from it, for 30 epochs and for two thirds of them.
 
-    python -m experiments.resnet --data PATH                                          # each at every learning rate, 30 epochs
-    python -m experiments.resnet --data PATH --best --epochs 30 20 --seeds 0 1 2      # then three seeds of both at the best
+    python -m experiments.resnet --data PATH --lr 0.2 --bracket                     # each at the best learning rate, 30 epochs
+    python -m experiments.resnet --data PATH --best --epochs 30 20 --seeds 0 1 2    # then three seeds of both at it
 
 PATH is cifar10_full_60k_lossy.npz or its folder. Batches, augmentation and schedule are those of experiments.tasks.Images. Weight
 decay 5e-4, momentum 0.9 for everyone; there is no label smoothing.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -73,8 +74,22 @@ class Task(ABC):
     def batch(self, step: int) -> Batch:
         """Batches are asked for in order, from step 1."""
 
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Losses of data that are held still, in evaluation mode."""
+        self.model.eval()
+        row = self.losses()
+        self.model.train()
+        return row
+
     @abstractmethod
-    def evaluate(self) -> dict[str, float]: ...
+    def losses(self) -> dict[str, float]: ...
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Around an evaluation of weights that were not trained with, such as averages: what the model measured of others is
+        measured anew, and then put back."""
+        yield
 
 
 @final
@@ -119,8 +134,7 @@ class Bytes(Task):
     def batch(self, step: int) -> Batch:
         return self.window(self.text.train, self.starts(self.text.train, self.generator))
 
-    @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
+    def losses(self) -> dict[str, float]:
         nats = torch.stack([self.score(self.model, *batch) for batch in self.held]).mean().item()
         return {"valid_loss": nats, "bits": nats / math.log(2)}
 
@@ -138,7 +152,7 @@ class Images(Task):
     """A network on images: random crops after padding by 4, random flips, batches of 512, bf16 autocast, channels_last.
 
     A tenth of the steps warm-up, cosine to zero. Images that do not fill a batch sit the epoch out. Training loss and accuracy
-    are also of the first images as they are, as many as there are for validation, in evaluation mode.
+    are also of the first images as they are, half as many as there are for validation, in evaluation mode.
     """
 
     def __init__(self, images: data.Images, make: Callable[[], nn.Module], clip=None, batch=512, looks=1):
@@ -148,7 +162,7 @@ class Images(Task):
             torch.backends.cudnn.benchmark = True
         self.mean, self.deviation = (torch.tensor(values, device=DEVICE).view(3, 1, 1) for values in data.PIXELS)
         self.padded, self.labels = pad(images.train.images, (4, 4, 4, 4)), images.train.labels
-        number = len(images.valid.labels)
+        number = len(images.valid.labels) // 2
         first = data.Split(images.train.images[:number], images.train.labels[:number])
         self.held = {"train": self.batches(first), "valid": self.batches(images.valid)}
         self.loss_of, self.score = loss_of, score_images
@@ -194,14 +208,29 @@ class Images(Task):
         x = self.padded[chosen[:, None, None, None], channels, rows[:, None, :, None], columns[:, None, None, :]]
         return self.prepared(x), self.labels[chosen]
 
-    @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        self.model.eval()
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Batch norms have the mean statistics of the training images that are evaluated."""
+        norms = [module for module in self.model.modules() if isinstance(module, nn.BatchNorm2d)]
+        before = [(norm.momentum, {name: x.clone() for name, x in norm.named_buffers()}) for norm in norms]
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # the mean over all batches
+        try:
+            with torch.no_grad():
+                for x, y in self.held["train"] if norms else ():
+                    score_images(self.model, x, y)
+            yield
+        finally:
+            for norm, (momentum, buffers) in zip(norms, before, strict=True):
+                norm.momentum = momentum
+                norm.load_state_dict(buffers, strict=False)
+
+    def losses(self) -> dict[str, float]:
         row = {}
         for split, batches in self.held.items():
             loss, right = torch.stack([self.score(self.model, *batch) for batch in batches]).mean(0).tolist()
             row |= {f"{split}_loss": loss, f"{split}_error": 1 - right}
-        self.model.train()
         row["plain_train_loss"] = row.pop("train_loss")
         return row
 

@@ -1,7 +1,7 @@
 """A small vision transformer on CIFAR-10: AdamW, Muon, and Shampoo refreshed every 10 and 50 steps.
 
-    python -m experiments.vit --data PATH                          # each at every learning rate of its grid, 30 epochs
-    python -m experiments.vit --data PATH --best --seeds 1 2       # then two seeds more at the best
+    python -m experiments.vit --data PATH --lr 1e-3 --bracket      # each at the best learning rate, 30 epochs
+    python -m experiments.vit --data PATH --best --seeds 1 2       # then two seeds more at it
 
 PATH is cifar10_full_60k_lossy.npz or its folder. 6 layers, width 256, 4 heads, patches of 4 x 4: 4.8M parameters.
 Batches, augmentation and schedule are those of experiments.tasks.Images, gradients are clipped to 1.0. Weight decay 0.1 and betas

@@ -1,7 +1,8 @@
 """A byte-level transformer on WikiText-2: AdamW, Muon, SOAP, KL-Shampoo, and Shampoo refreshed every 1, 10 and 50 steps.
 
-    python -m experiments.wikitext --data DIR                        # each at every learning rate of its grid
+    python -m experiments.wikitext --data DIR --bracket              # each at the learning rates of its grid, and on from there
     python -m experiments.wikitext --data DIR --best --seeds 1 2     # then two seeds more at the best
+    python -m experiments.wikitext --data DIR --best --seeds 0 1 2 --steps 900    # and a schedule of 60% of the steps
 
 DIR holds train.txt.xz and valid.txt.xz. The model and the schedule are those of experiments.tasks.Bytes. Everyone has weight
 decay 0.1 and betas (0.9, 0.95).
@@ -27,6 +28,7 @@ RECIPES = {
     "kl@10": SHAMPOO.varied({"preconditioner": "kl", "precondition_frequency": 10}),
     "shampoo@1": SHAMPOO.varied({"precondition_frequency": 1}),
     "shampoo@10": SHAMPOO.varied({"precondition_frequency": 10}),
+    "shampoo@10 warmed up": SHAMPOO.varied({"precondition_frequency": 10, "refresh_warmup": 0.1}),
     "shampoo@50": SHAMPOO.varied({"precondition_frequency": 50}),
 }
 EXPERIMENT = harness.Experiment(

@@ -60,7 +60,7 @@ def check_record(data: dict[str, Any], text: str, out: Path) -> None:
 
 def test_step(bench: dict[str, ModuleType], tmp_path: Path) -> None:
     models, options = ("gpt2-tiny", "resnet50-channels-last"), '{"root": "newton", "precondition_frequency": 3}'
-    flags = ("--frequency", 2, "--steps", 4, "--options", options, "--profile")
+    flags = ("--frequency", 2, "--steps", 4, "--options", options)
     data, text = run(bench["step"], tmp_path, "--models", *models, *flags)
     check_record(data, text, tmp_path)
     rows = {(row["model"], row["optimizer"]): row for row in data["results"]}
@@ -72,9 +72,16 @@ def test_step(bench: dict[str, ModuleType], tmp_path: Path) -> None:
     together, staggered, slower = (rows["gpt2-tiny", name] for name in names)
     assert [len(row["step_ms"]) for row in (together, staggered, slower)] == [4, 4, 6]
     assert together["plain_ms"] and staggered["plain_ms"] is None and staggered["first_refresh_ms"]
-    assert set(together["profile"]) == {"plain", "refresh"} and set(staggered["profile"]) == {"refresh"}
     if hasattr(torch.optim, "Muon"):
         assert ("gpt2-tiny", "Muon (2-D only)") in rows and "resnet50-channels-last, Muon" in data["notes"][0]
+
+
+def test_step_profiles_plain_steps_and_refreshes(bench: dict[str, ModuleType], tmp_path: Path) -> None:
+    flags = ("--models", "resnet50", "--rows", "together", "staggered", "--frequency", 2, "--steps", 2, "--profile")
+    data, text = run(bench["step"], tmp_path, *flags)
+    together, staggered = data["results"]
+    assert set(together["profile"]) == {"plain", "refresh"} and set(staggered["profile"]) == {"refresh"}
+    assert all(table in text for table in together["profile"].values())
 
 
 def test_channels_last_is_in_parameters_and_gradients(bench: dict[str, ModuleType]) -> None:
