@@ -337,7 +337,7 @@ def plot_bytes(name: str, runs: Sequence[Finished], path: pathlib.Path) -> None:
         demo.band(by_step, group.steps(), group.values("bits"), **line)
         demo.band(by_second, [step * ms / 1e3 for step in group.steps()], group.values("bits"), **line)
     curves = [group.curve("bits") for group in groups]
-    low, high = min(curve[-1] for curve in curves), max(curve[len(curve) // 6] for curve in curves)
+    low, high = min(curve[-1] for curve in curves), max(curve[len(curve) // 3] for curve in curves)
     for axes, label in ((by_step, "step"), (by_second, "seconds of training steps")):
         demo.tidy(axes, label)
         axes.set(ylabel="validation bits per byte", ylim=(low - 0.02 * (high - low), high))

@@ -70,10 +70,18 @@ def test_readme_shows_the_demo_as_it_is():
         assert re.search(rf"^{name} +{lr:g} ", shown, flags=re.M)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
-        assert (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", page.read_text()):
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
+
+
+def anchors(page: pathlib.Path) -> list[str]:
+    """The names of a page's headings in links."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.M)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def test_public_names_are_documented():

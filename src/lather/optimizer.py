@@ -98,6 +98,8 @@ class Shampoo(torch.optim.Optimizer):
     ) -> None:
         given = dict(locals())
         refuse_flags(given)
+        if isinstance(params, torch.nn.Module):
+            raise TypeError("params is a module; pass lather.route(model), or model.named_parameters()")
         self._structure: list[tuple[Any, ...]] = []
         self._rules: list[str] = []  # what made each param group, for reports; not in checkpoints
         self._process_group, self._check_ranks = process_group, check_ranks

@@ -326,8 +326,8 @@ def test_preset() -> None:
         10,
         10000,
     )
-    for name, value in (("shampoo_beta", 0.9), ("normalize_grads", True)):
-        with pytest.raises(ValueError, match=rf"^{name}={value}.*leave it out"):
+    for name, value in (("shampoo_beta", 0.9), ("normalize_grads", True), ("data_format", "channels_last")):
+        with pytest.raises(ValueError, match=rf"^{name}={value!r}.*leave it out"):
             lather.soap(parameters(), **{name: value})
 
 

@@ -210,8 +210,13 @@ def test_bad_parameters() -> None:
         lather.from_sgd(torch.ones(3))
     with pytest.raises(TypeError, match=r"pass lather\.route\(model\), or model\.named_parameters\(\)"):
         lather.from_adamw(nn.Sequential(nn.Linear(3, 3)))
+    with pytest.raises(TypeError, match=r"pass lather\.route\(model\), or model\.named_parameters\(\)"):
+        lather.Shampoo(nn.Sequential(nn.Linear(3, 3)))
     with pytest.raises(TypeError, match="wrong"):
         lather.from_sgd(parameters(), wrong=1)
+    with pytest.raises(TypeError, match="'precondition_freqency'; did you mean 'precondition_frequency'"):
+        lather.soap(parameters(), precondition_freqency=5)
+    assert lather.soap(parameters(), betas=(torch.tensor(0.5), 0.75)).param_groups[0]["betas"] == (0.5, 0.75)
     with pytest.raises(ValueError, match="empty"):
         lather.from_sgd([])
 

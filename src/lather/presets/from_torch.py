@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..optimizer import Shampoo
-from ..options import OPTIONS
+from ..options import ARGUMENTS, OPTIONS, closest
 
 Carry = Callable[[Mapping[str, Any]], dict[str, Any]]
 SAME_RESULT = ("foreach", "fused")  # ways to compute the same, which say nothing here
@@ -185,15 +185,17 @@ def shampoo(given: dict[str, Any], replaced: Carry | None = None, **recipe: Any)
     """``given`` are a preset's arguments by name: ``params``, those of its class, and ``options`` for what is not of that;
     ``replaced`` makes options of them, of param groups too."""
     params, options, replaced = given.pop("params"), given.pop("options"), replaced or carry
+    for name in options:
+        if name not in (*OPTIONS, *ARGUMENTS, *SAME_RESULT, *REFUSED, "factor_eps", "decoupled_weight_decay"):
+            guess = closest(name)
+            raise TypeError(f"there is no option {name!r}" + (f"; did you mean {guess!r}?" if guess else ""))
     return Shampoo(groups(params, replaced), **recipe | replaced(given) | replaced(options))
 
 
 def groups(params: Any, replaced: Carry) -> Any:
     """Parameters as they are, param groups with their options replaced."""
-    if isinstance(params, Tensor):
-        return params  # torch says what is wrong with that
-    if isinstance(params, nn.Module):
-        raise TypeError("params is a module; pass lather.route(model), or model.named_parameters()")
+    if isinstance(params, (Tensor, nn.Module)):
+        return params  # torch or Shampoo says what is wrong with that
     return [replaced(item) if isinstance(item, dict) else item for item in params]
 
 
@@ -208,10 +210,17 @@ def carry(given: Mapping[str, Any]) -> dict[str, Any]:
             options["graft_eps"] = OPTIONS["graft_eps"].check("eps", value)
         elif name == "factor_eps":
             options["eps"] = OPTIONS["eps"].check("factor_eps", value)
-        elif name == "betas" and isinstance(value, (tuple, list)):
-            options["betas"] = tuple(beta.item() if isinstance(beta, Tensor) else beta for beta in value)
+        elif name == "betas":
+            options["betas"] = numbers(value)
         elif name == "decoupled_weight_decay":
             options["weight_decay_mode"] = "decoupled" if value else "l2"
         elif name not in SAME_RESULT:
             options[name] = value
     return options
+
+
+def numbers(betas: Any) -> Any:
+    """Betas with tensors, which torch allows, as numbers."""
+    if not isinstance(betas, (tuple, list)):
+        return betas
+    return tuple(beta.item() if isinstance(beta, Tensor) else beta for beta in betas)

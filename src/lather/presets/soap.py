@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..optimizer import Shampoo
 from ..options import OPTIONS
-from .from_torch import shampoo
+from .from_torch import numbers, shampoo
 
 OURS = {"max_precond_dim": "max_preconditioner_dim", "correct_bias": "bias_correction"}
 
@@ -26,6 +26,7 @@ def soap(
     merge_dims: bool = False,
     precondition_1d: bool = False,
     normalize_grads: bool = False,
+    data_format: str = "channels_first",
     correct_bias: bool = True,
     **options: Any,
 ) -> Shampoo:
@@ -40,7 +41,7 @@ def soap(
     | ``eps`` | ``eps`` and, of parameters that have no factors, ``graft_eps`` |
     | ``max_precond_dim`` | ``max_preconditioner_dim`` with ``large_dim="diagonal"``: a larger dimension is not rotated |
     | ``correct_bias`` | ``bias_correction`` |
-    | ``normalize_grads`` | refused |
+    | ``normalize_grads``, another ``data_format`` | refused |
 
     Their first step computes bases and moves nothing. Here it is Adam's, and so are all until the first refresh, at step
     ``precondition_frequency``. A group with ``preconditioner=None``, such as :func:`route` makes, is Adam's as well.
@@ -62,8 +63,15 @@ def _carry(given: Mapping[str, Any]) -> dict[str, Any]:
         )
     if given.get("normalize_grads"):
         raise ValueError("normalize_grads=True is not supported: gradients are taken as they are; leave it out")
+    if given.get("data_format", "channels_first") != "channels_first":
+        raise ValueError(
+            f"data_format={given['data_format']!r} is not supported: dimensions are in torch's order, in any memory format; "
+            "leave it out"
+        )
     options = {OURS.get(name, name): value for name, value in given.items()}
-    for name in ("shampoo_beta", "normalize_grads"):
+    if "betas" in options:
+        options["betas"] = numbers(options["betas"])
+    for name in ("shampoo_beta", "normalize_grads", "data_format"):
         options.pop(name, None)
     if "eps" in options:
         options["graft_eps"] = options["eps"] = OPTIONS["eps"].check("eps", options["eps"])
