@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import lzma
+import os
 import pathlib
 import tempfile
 from typing import NamedTuple
@@ -49,7 +50,7 @@ def cifar10(path: pathlib.Path) -> Images:
     stamp = hashlib.sha256(f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime}".encode()).hexdigest()[:16]
     kept = pathlib.Path(tempfile.gettempdir()) / f"lather-cifar10-{stamp}.pt"
     if not kept.exists():
-        part = kept.with_suffix(".part")
+        part = kept.with_suffix(f".{os.getpid()}")
         torch.save([x.cpu() for x in unpack_cifar10(path)], part)
         part.replace(kept)
     images, labels = (x.to(DEVICE) for x in torch.load(kept, weights_only=True))

@@ -8,7 +8,7 @@
     --looks N           evaluate so often in a run
     --only REGEX        of those, the ones whose key it is found in
     --list              say which they are, and which are done
-    --budget SECONDS    begin no run that would not be done by then, as long as the longest so far
+    --budget SECONDS    begin no run that would not be done by then, if it takes as long as the last of its optimizer, or of any
 
 Runs append to their log as they go and what is complete in it is not run again, so a command that was cut short is continued by
 giving it again.
@@ -79,7 +79,7 @@ def train(task: Task, run: Run, recipe: Recipe, write: Callable[[Row], None], lo
     end, most, begin = Row(end="complete"), dict[str, float](), now()
     for step in range(1, steps + 1):
         for group, lr in peaks:
-            group["lr"] = lr * task.rate(step, steps)
+            group["lr"] = lr * task.rate(step, steps, recipe.constant)
         loss = task.loss(task.batch(step))
         loss.backward()
         if task.clip:
@@ -260,23 +260,22 @@ def warn_of_edges(experiment: Experiment, args: argparse.Namespace, finished: li
 
 def perform(experiment: Experiment, args: argparse.Namespace) -> int:
     """Train one after the other. A run that fails is in the log as failed, and will be run again the next time."""
-    start, longest, failures, begun = time.perf_counter(), 0.0, 0, set[str]()
+    start, took, failures, begun = time.perf_counter(), dict[str, float](), 0, set[str]()
     torch.set_float32_matmul_precision("high")
     task = experiment.tiny() if args.tiny else experiment.task(args.data)
     loaded = time.perf_counter()
     task.compile(args.compile_mode)
     print(f"data {loaded - start:.1f} s, compilation {time.perf_counter() - loaded:.1f} s", flush=True)
     while left := unfinished(experiment, args, begun):
-        begin = time.perf_counter()
-        if begin - start + longest > args.budget:
+        begin, (run, recipe) = time.perf_counter(), left[0]
+        if begin - start + took.get(run.optimizer, max(took.values(), default=0.0)) > args.budget:
             print(f"the budget is used up; {len(left)} runs are left")
             break
-        run, recipe = left[0]
         begun.add(run.key)
         end = record(task, run, recipe, args)
         failures += end["end"] == "failed"
-        longest = max(longest, time.perf_counter() - begin)
-        print(f"{run.key}: {describe(end)}, {time.perf_counter() - begin:.1f} s in all", flush=True)
+        took[run.optimizer] = time.perf_counter() - begin
+        print(f"{run.key}: {describe(end)}, {took[run.optimizer]:.1f} s in all", flush=True)
     return min(failures, 1)
 
 
@@ -301,7 +300,7 @@ def record(task: Task, run: Run, recipe: Recipe, args: argparse.Namespace) -> Ro
     except Exception as error:
         traceback.print_exc()
         end = {"end": "failed", "error": f"{type(error).__name__}: {error}"[:500]}
-    settings = task.settings | {"options": recipe.options, "tiny": args.tiny}
+    settings = task.settings | {"options": recipe.options, "constant": recipe.constant, "tiny": args.tiny}
     about = {"date": datetime.date.today().isoformat(), "device": machine.device(), "versions": machine.versions()}
     log.append(args.log, name | run._asdict() | end | settings | about | {"commit": args.commit})
     return last | end

@@ -18,6 +18,7 @@ class Recipe(NamedTuple):
     make: Make
     options: Mapping[str, Any]
     rates: tuple[float, ...]
+    constant: bool = False  # no schedule but the warm-up
 
     def why_not(self) -> str | None:
         """What lather, or a torch that is too old, says against it, if it does."""
@@ -31,7 +32,7 @@ class Recipe(NamedTuple):
     def varied(self, options: Mapping[str, Any], factors: tuple[float, ...] = (1.0,)) -> Recipe:
         """Other options beside, and the grid times some factors."""
         rates = tuple(rate * factor for rate in self.rates for factor in factors)
-        return Recipe(self.make, {**self.options, **options}, rates)
+        return self._replace(options={**self.options, **options}, rates=rates)
 
 
 def powers(first: float, count: int) -> tuple[float, ...]:

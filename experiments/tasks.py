@@ -31,6 +31,8 @@ def schedule(step: int, steps: int, warmup: int, floor: float) -> float:
 class Task(ABC):
     settings: dict[str, Any]  # for the log
     clip: float | None  # the largest norm of the gradient
+    warmup: int  # one of so many steps
+    floor: float  # where the cosine ends
     model: nn.Module
 
     def begin(self, seed: int) -> None:
@@ -67,8 +69,9 @@ class Task(ABC):
     def looks(self, length: int) -> int:
         """How often a run is evaluated, at equal distances."""
 
-    @abstractmethod
-    def rate(self, step: int, steps: int) -> float: ...
+    def rate(self, step: int, steps: int, constant: bool = False) -> float:
+        """The learning rate as a part of the largest; constant after the warm-up, or by the cosine."""
+        return schedule(step, steps, steps // self.warmup, 1.0 if constant else self.floor)
 
     @abstractmethod
     def batch(self, step: int) -> Batch:
@@ -100,12 +103,12 @@ class Bytes(Task):
     mean over 10 fixed batches, in bits per byte.
     """
 
-    clip = 1.0
+    clip, warmup, floor = 1.0, 15, 0.05
 
     def __init__(self, text: data.Text, layers=6, width=384, heads=6, context=256, batch=128):
         self.text, self.size = text, batch
         self.shape = {"layers": layers, "width": width, "heads": heads, "context": context}
-        self.settings = self.shape | {"batch": batch, "warmup": "1/15", "floor": 0.05, "clip": self.clip}
+        self.settings = self.shape | {"batch": batch, "warmup": "1/15", "floor": self.floor, "clip": self.clip}
         self.loss_of = self.score = loss_of
         self.model = self.make_model().to(DEVICE)
         generators = [torch.Generator().manual_seed(1000 + i) for i in range(10)]
@@ -119,9 +122,6 @@ class Bytes(Task):
 
     def looks(self, length: int) -> int:
         return min(length, 30)
-
-    def rate(self, step: int, steps: int) -> float:
-        return schedule(step, steps, steps // 15, 0.05)
 
     def starts(self, text: Tensor, generator: torch.Generator) -> Tensor:
         last = len(text) - self.shape["context"] - 1
@@ -155,9 +155,11 @@ class Images(Task):
     are also of the first images as they are, half as many as there are for validation, in evaluation mode.
     """
 
+    warmup, floor = 10, 0.0
+
     def __init__(self, images: data.Images, make: Callable[[], nn.Module], clip=None, batch=512, looks=1):
         self.make, self.clip, self.size, self.per_epoch = make, clip, batch, looks
-        self.settings = {"batch": batch, "warmup": "1/10", "floor": 0.0, "clip": clip}
+        self.settings = {"batch": batch, "warmup": "1/10", "floor": self.floor, "clip": clip}
         if CUDA:
             torch.backends.cudnn.benchmark = True
         self.mean, self.deviation = (torch.tensor(values, device=DEVICE).view(3, 1, 1) for values in data.PIXELS)
@@ -189,9 +191,6 @@ class Images(Task):
 
     def looks(self, length: int) -> int:
         return length * self.per_epoch
-
-    def rate(self, step: int, steps: int) -> float:
-        return schedule(step, steps, steps // 10, 0.0)
 
     def random(self, high: int) -> Tensor:
         return torch.randint(high, (self.size,), generator=self.generator, device=DEVICE)

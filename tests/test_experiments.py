@@ -207,6 +207,9 @@ def test_batches_are_crops_of_the_padded_images() -> None:
 
 
 def test_schedules_rise_and_fall() -> None:
+    task = tasks.tiny_bytes()
+    assert [task.rate(t, 1500) for t in (50, 100, 1500)] == [0.5, 1.0, pytest.approx(0.05)]
+    assert [task.rate(t, 1500, constant=True) for t in (50, 100, 1500)] == [0.5, 1.0, 1.0]
     assert [round(tasks.schedule(t, 100, 10, 0.05), 3) for t in (1, 10, 55, 100)] == [0.1, 1.0, 0.525, 0.05]
 
 
