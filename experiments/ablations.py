@@ -29,6 +29,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "start_preconditioning_step=1": {"start_preconditioning_step": 1},
     "precondition_frequency=1": {"precondition_frequency": 1},
     "precondition_frequency=50": {"precondition_frequency": 50},
+    "beta3=0.81": {"beta3": 0.81},  # Nesterov's form of the filter
     "exponent=0.5": {"exponent": 0.5},  # the default is 1/4 for matrices
     "kinds of route": {"kinds": {}},  # embeddings and head diagonal, norms not decayed
     "beta2=0.999": {"betas": (0.9, 0.999)},
@@ -42,10 +43,10 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "refresh_warmup": (0.5,),
     "start_preconditioning_step": (100,),
     "eps": (1e-8, 1e-6),
-    "max_preconditioner_dim": (256, 2048),
+    "max_preconditioner_dim": (128, 256, 512, 2048),
     "root": ("newton", "track"),
     "precision": ("float32",),
-    "root_dtype": ("bfloat16",),
+    "root_dtype": ("bfloat16", "float16"),
     "refresh_delay": (2,),
     "precondition_1d": (True,),
     "weight_decay_mode": ("corrected",),
@@ -63,7 +64,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "beta2=0.98, graft's 0.95": {"betas": (0.9, 0.98), "graft_beta2": 0.95},
     **{f"relative eps={eps:g}": {"damping": "relative", "eps": eps} for eps in (1e-8, 1e-4)},
     "beta1=0.95": {"betas": (0.95, 0.95)},
-    "beta3=0.81": {"beta3": 0.81},  # Nesterov's form of the filter
     "averaging=gpa": {"averaging": "gpa"},
 }
 SCHEDULE_FREE = {"averaging": "schedule_free", "betas": (0.0, 0.95)}  # with no schedule but the warm-up
