@@ -385,6 +385,8 @@ class Reference:
     def _put(self, block: Block, roots: list[Tensor | None]) -> None:
         """Put new roots to use. SOAP: the moment of a gradient with uncorrelated elements, in the first eigenbases."""
         if self.options["preconditioner"] == "soap" and block.roots is None:
+            if not all(factor.any() for factor in block.factors):
+                return  # no gradient yet: any basis would be one
             for i, q in enumerate(roots):
                 block.w = block.w if q is None else mode_product(block.w, i, q.T**2)
         block.roots = roots

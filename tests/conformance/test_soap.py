@@ -272,6 +272,19 @@ def test_bases_are_made_of_two_gradients_at_least(schedule: Options) -> None:
     assert not torch.equal(asked._banks[0].state["Q0"][0], torch.eye(7))
 
 
+@every_root
+def test_without_a_gradient_bases_stay_identities(root: str) -> None:
+    """Those of zero factors would be any, and the moment would not move along when they are real for the first time."""
+    p = nn.Parameter(torch.zeros(7, 5))
+    opt = lather.Shampoo([p], **SOAP, precondition_frequency=2, root=root)
+    zeros, (row,) = [torch.zeros(7, 5)], gradients(1, [(7, 5)], torch.float32)
+    train(opt, [zeros, zeros, row])
+    assert torch.equal(opt.state[p]["Q0.0"], torch.eye(7)) and torch.equal(opt.state[p]["Q1.0"], torch.eye(5))
+    assert not opt.health()
+    train(opt, [row])
+    assert not torch.equal(opt.state[p]["Q0.0"], torch.eye(7)) and not torch.equal(opt.state[p]["Q1.0"], torch.eye(5))
+
+
 @pytest.mark.parametrize("bias_correction", [True, False])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.95, 0.95), (0.0, 0.9), (0.5, 1.0)], ids=str)
 def test_reach_is_the_most_that_adam_can_reach(betas: tuple[float, float], bias_correction: bool) -> None:

@@ -58,6 +58,8 @@ class Soap(Kronecker):
     def put(self, state: State, index: Index, new: Mapping[int, Tensor], ok: Tensor) -> None:
         w = state["w"][index]
         x = w.to(torch.promote_types(w.dtype, torch.float32))
+        for i in new:  # any basis is one of a zero factor, and would end what identities stand for
+            ok = ok & state[f"L{i}"][index].flatten(1).any(1)
         first = ok
         for i in new:
             first = first & _is_identity(state[f"Q{i}"][index])
