@@ -41,6 +41,16 @@ def is_training(group: Group) -> bool:
     return bool(group.get("train_mode", True))
 
 
+def settle(group: dict[str, Any], *, train: bool) -> None:
+    """What a param group holds beside options: its largest learning rate and its mode, or without averaging neither."""
+    if is_on(group):
+        group.setdefault("top_lr", 0.0)
+        group.setdefault("train_mode", train)
+    else:
+        group.pop("top_lr", None)
+        group.pop("train_mode", None)
+
+
 def kept(group: Group) -> str:
     """What the state has beside ``y``."""
     return "z" if averaging_beta(group) >= 0.5 else "x"

@@ -59,7 +59,7 @@ class Built:
         """What units need to know of a step with these gradients."""
         if self._stored is None:
             self._stored = self._local()
-        shares = self._shares(grads, groups)
+        shares = self._shares(grads, groups) if self.averaged else {}
         new = [i for i in shares if self.steps[i] <= (i in grads)]  # averages begin at the parameter's first step
         copy_pairs([(self._stored.kept[i], self._stored.params[i]) for i in new])
         first = self.steps[0] if self.steps else 0

@@ -138,8 +138,9 @@ class Shampoo(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         group.setdefault("peak_lr", rules.first_peak(group["lr"]))
-        if averaging.is_on(group):
-            group |= {"top_lr": 0.0, "train_mode": all(map(averaging.is_training, self.param_groups[:-1]))}
+        for name in ("top_lr", "train_mode"):  # of another optimizer
+            group.pop(name, None)
+        averaging.settle(group, train=all(map(averaging.is_training, self.param_groups[:-1])))
         self._rules[len(self.param_groups) - 1 :] = [rule]
 
     # The step.
@@ -220,7 +221,7 @@ class Shampoo(torch.optim.Optimizer):
         numbers = [
             g
             for g, group in enumerate(self.param_groups)
-            if averaging.is_on(group) and group["train_mode"] is not train
+            if averaging.is_on(group) and averaging.is_training(group) is not train
         ]
         if not numbers:
             return
@@ -369,6 +370,7 @@ class Shampoo(torch.optim.Optimizer):
 
     def _rebuild(self, trainable: Sequence[Item]) -> None:
         structure, started = changes.structure(self.param_groups), self._started()
+        training = all(averaging.is_training(group) for group in self.param_groups if averaging.is_on(group))
         if started:
             changes.refuse_moving(self._began, self._world())
         self._agreed = False
@@ -376,6 +378,8 @@ class Shampoo(torch.optim.Optimizer):
             changes.refuse_restructuring(self._structure, structure)
             changes.refuse_reshaping(self._built, trainable)
         self._built.finish()
+        for group in self.param_groups:
+            averaging.settle(group, train=training)
         plan = self._make_plan(trainable, self.param_groups)
         params = [p for *_, p in trainable]
         state = {p: self.state[p] for p in params if p in self.state} if started else {}
@@ -403,11 +407,12 @@ class Shampoo(torch.optim.Optimizer):
             self._prepare(thorough=True)
             complete = self._built.complete() if self._built.averaged else []
         whole = dict(zip(self._built.params, complete, strict=False)) | self._consolidated
-        found = super().state_dict()
-        numbers = [i for group in found["param_groups"] for i in group["params"]]
-        gathered = (whole.get(p) for group in self.param_groups for p in group["params"])
-        found["state"].update({i: dict(entry) for i, entry in zip(numbers, gathered, strict=True) if entry is not None})
-        return found
+        live = self.state
+        try:
+            self.state = live | {p: dict(entry) for p, entry in whole.items()}  # so that hooks see it
+            return super().state_dict()
+        finally:
+            self.state = live
 
     @torch.no_grad()
     def consolidate_state_dict(self, to: int = 0) -> None:

@@ -135,7 +135,12 @@ class Stored(NamedTuple):
     exact: Mapping[int, Tensor]  # parameters that averaging keeps unrounded
 
     def of(self, numbers: Sequence[int]) -> Stored:
-        return Stored(*({i: tensors[i] for i in numbers if i in tensors} for tensors in self))
+        params, kept, exact = self
+        return Stored(_some(params, numbers), _some(kept, numbers), _some(exact, numbers))
+
+
+def _some(tensors: Mapping[int, Tensor], numbers: Sequence[int]) -> Mapping[int, Tensor]:
+    return {i: tensors[i] for i in numbers if i in tensors} if tensors else tensors
 
 
 class Chunk:
@@ -196,20 +201,21 @@ class Chunk:
 
     def write(self, p: Tensor, stored: Stored, shares: averaging.Shares, group: Mapping[str, Any]) -> None:
         """Apply directions to the parameters there are: decay, momentum or averaging, learning rate."""
-        w, m, exact = (self._mirrors.get(role) for role in Stored._fields)
-        assert w is not None
+        w, m, exact = self._mirrors["params"], self._mirrors.get("kept"), self._mirrors.get("exact")
         flat = w.load(stored.params, keep=True)
         y = averaging.unrounded_(exact.load(stored.exact, keep=True), flat, self._dtype) if exact else flat
-        rules.update_(y, p, m.load(stored.kept, keep=True) if m else None, group, self._share(shares))
+        share = self._share(shares) if shares else None
+        rules.update_(y, p, m.load(stored.kept, keep=True) if m else None, group, share)
         if exact:
             flat.copy_(y)
-        for mirror in (w, m, exact):
-            if mirror:
-                mirror.save()
+            exact.save()
+        if m:
+            m.save()
+        w.save()
 
     def _share(self, shares: averaging.Shares) -> float | Tensor | None:
         """A number if all parameters have the same, else one for every element; None if nothing is averaged."""
-        if not shares or self.members[0] not in shares:
+        if self.members[0] not in shares:
             return None
         found = [shares[i] for i in self.members]
         flat = self._mirrors["params"].flat

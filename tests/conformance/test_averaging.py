@@ -90,15 +90,14 @@ def test_gpa_is_torchs_momentum(nesterov: bool, mu: float) -> None:
     assert_equal(path(lr=0.2, averaging="gpa", averaging_decay=mu, averaging_beta=beta, **PLAIN), theirs)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "decay"), [(m, "decoupled") for m in METHODS] + [("shampoo", d) for d in DECAYS])
 @pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])
 def test_gpa_is_dampened_momentum(nesterov: bool, method: str, decay: str) -> None:
     """The same with any directions: dampening=mu makes up for the learning rate."""
     common = {"lr": 0.1} | METHODS[method] | DECAYS[decay]
-    theirs = path(momentum=0.8, dampening=0.8, nesterov=nesterov, **common)
+    theirs = path(10, momentum=0.8, dampening=0.8, nesterov=nesterov, **common)
     beta = 0.8 if nesterov else 1.0
-    assert_equal(path(averaging="gpa", averaging_decay=0.8, averaging_beta=beta, **common), theirs, 1e-10)
+    assert_equal(path(10, averaging="gpa", averaging_decay=0.8, averaging_beta=beta, **common), theirs, 1e-10)
 
 
 @pytest.mark.parametrize("b", [0.0, 0.3, 0.5, 0.7, 1.0])
@@ -197,8 +196,9 @@ def test_a_learning_rate_of_zero_moves_nothing() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::lather.NumericalWarning")
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "decay"), [(k, "decoupled") for k in KINDS] + [(k, d) for k in ("schedule_free", "x kept") for d in DECAYS]
+)
 def test_agrees_with_the_twin(kind: str, decay: str) -> None:
     """Blocks, live rates, missing gradients, and gradients that are not finite."""
     options = {"lr": 0.05, "precondition_frequency": 3, "eps": 1e-2, "max_preconditioner_dim": 4}
@@ -246,7 +246,7 @@ def test_a_share_for_all_and_one_for_each_element_give_the_same_bits(kind: str) 
 
 def errors(dtype: torch.dtype, kind: str, steps: int) -> Iterator[float]:
     """How far the average is from what it would be in float64, relative to the way it went, with gradients that do not tell."""
-    params = parameters(dtype)
+    params = parameters(dtype)[:1]
     start, wide = [p.detach().double() for p in params], [torch.nn.Parameter(p.detach().double()) for p in params]
     common = {"lr": 1e-3, "preconditioner": None, "graft": "sgd", "betas": (0.0, 0.9)} | KINDS[kind]
     opt, other = lather.Shampoo(params, **common), lather.Shampoo(wide, **common, state_dtype="float64")
@@ -270,7 +270,7 @@ def errors(dtype: torch.dtype, kind: str, steps: int) -> Iterator[float]:
 @pytest.mark.parametrize("kind", ["schedule_free", "gpa", "x kept"])
 def test_averages_survive_rounding(kind: str, dtype: torch.dtype, most: float) -> None:
     """Steps of 1e-3, of which a hundredth reaches the average, are far below the resolution of bfloat16."""
-    assert max(errors(dtype, kind, 300)) <= most
+    assert max(errors(dtype, kind, 150)) <= most
 
 
 CHANGES: dict[str, Callable[[Tensor], Any]] = {

@@ -1,7 +1,7 @@
 """SOAP: what must hold of Adam in eigenbases, and of the moment that is kept in them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from lather.options import OPTIONS
 from lather.reference import Reference
 from lather.roots import rescue_basis, resolve_basis, solve_basis
 from lather.transforms import PRECONDITIONERS, Context, Due, Stack
-from lather.transforms.soap import Soap, rotated
+from lather.transforms.soap import Soap, reach, rotated
 
 Options = dict[str, Any]
 Shape = tuple[int, ...]
@@ -116,7 +116,8 @@ def test_a_graft_decides_how_long_steps_are(graft: str) -> None:
 def test_rotated_gradients_give_rotated_steps(options: Options) -> None:
     """From the first step on there is a basis. Square matrices: their factors have full rank, and so one basis."""
     u, v = orthogonal(6, 3), orthogonal(6, 4)
-    given = SOAP | {"precondition_frequency": 1, "eps": 1e-2, "state_dtype": "float64"} | options
+    given = SOAP | {"precondition_frequency": 1, "start_preconditioning_step": 1, "eps": 1e-2, "state_dtype": "float64"}
+    given |= options
     grads = gradients(6, [(6, 6)])
     results = []
     for turned in ([[g] for (g,) in grads], [[u @ g @ v.mT] for (g,) in grads]):
@@ -218,13 +219,86 @@ def test_signs_of_eigenvectors_do_not_matter() -> None:
 def test_what_rotations_round_is_no_gradient() -> None:
     """In its own eigenbases a gradient is diagonal: the rest, of w too, is rounding, and must not be blown up by its like."""
     p = nn.Parameter(torch.zeros(48, 32))
-    opt = lather.Shampoo([p], **SOAP | {"eps": 1e-12, "lr": 1.0, "precondition_frequency": 1})
+    opt = lather.Shampoo([p], **SOAP | {"eps": 1e-12, "lr": 1.0, "start_preconditioning_step": 1})
     g = torch.randn(48, 32)
     train(opt, [[g]])
     u, _, vh = torch.linalg.svd(g, full_matrices=False)
     along = -(p.detach() * (u @ vh)).sum() / (u @ vh).norm() ** 2
     torch.testing.assert_close(along, torch.tensor(1.0), rtol=0.1, atol=0)
     assert p.norm() < 48 * 32 / 40  # as long as a step of Adam would be, or shorter
+
+
+def one_row(t: int) -> Tensor:
+    return torch.eye(24)[t % 24, :, None] * torch.randn(24, 16)
+
+
+def seldom(t: int) -> Tensor:
+    rows = (24 * torch.rand(4) ** 4).long()
+    return torch.zeros(24, 16).index_add_(0, rows, torch.randn(4, 16) + 1)
+
+
+def late(t: int) -> Tensor:
+    return torch.randn(24, 16) * (t > 3)
+
+
+@pytest.mark.parametrize("start", [None, 1])
+@pytest.mark.parametrize(
+    "schedule", [{}, {"refresh_warmup": 0.1}, {"precondition_frequency": 1}, {"precondition_frequency": 2}], ids=str
+)
+@pytest.mark.parametrize("gradient", [one_row, seldom, late, lambda t: torch.randn(24, 16)])
+def test_steps_are_about_as_long_as_adams(
+    gradient: Callable[[int], Tensor], schedule: Options, start: int | None
+) -> None:
+    """Whatever ranks come to mean: rows that are seldom seen, no gradient at first, bases made of one gradient."""
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.zeros(24, 16))
+    given = {"lr": 1.0, "betas": (0.95, 0.95), "eps": 1e-8, "start_preconditioning_step": start}
+    opt = lather.Shampoo([p], **SOAP | given | schedule)
+    for t in range(24):
+        before = p.detach().clone()
+        train(opt, [[gradient(t)]])
+        assert (p.detach() - before).norm() <= 2 * math.sqrt(p.numel())
+
+
+@pytest.mark.parametrize("schedule", [{"refresh_warmup": 0.1}, {"precondition_frequency": 1}], ids=str)
+def test_bases_are_made_of_two_gradients_at_least(schedule: Options) -> None:
+    p = nn.Parameter(torch.zeros(7, 5))
+    opt = lather.Shampoo([p], **SOAP | schedule)
+    for t, grads in enumerate(gradients(2, [(7, 5)], torch.float32)):
+        train(opt, [grads])
+        assert torch.equal(opt.state[p]["Q0.0"], torch.eye(7)) == (t == 0)
+    asked = lather.Shampoo([nn.Parameter(torch.zeros(7, 5))], **SOAP | schedule, start_preconditioning_step=1)
+    train(asked, gradients(1, [(7, 5)], torch.float32))
+    assert not torch.equal(asked._banks[0].state["Q0"][0], torch.eye(7))
+
+
+@every_root
+def test_without_a_gradient_bases_stay_identities(root: str) -> None:
+    """Those of zero factors would be any, and the moment would not move along when they are real for the first time."""
+    p = nn.Parameter(torch.zeros(7, 5))
+    opt = lather.Shampoo([p], **SOAP, precondition_frequency=2, root=root)
+    zeros, (row,) = [torch.zeros(7, 5)], gradients(1, [(7, 5)], torch.float32)
+    train(opt, [zeros, zeros, row])
+    assert torch.equal(opt.state[p]["Q0.0"], torch.eye(7)) and torch.equal(opt.state[p]["Q1.0"], torch.eye(5))
+    assert not opt.health()
+    train(opt, [row])
+    assert not torch.equal(opt.state[p]["Q0.0"], torch.eye(7)) and not torch.equal(opt.state[p]["Q1.0"], torch.eye(5))
+
+
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.95, 0.95), (0.0, 0.9), (0.5, 1.0)], ids=str)
+def test_reach_is_the_most_that_adam_can_reach(betas: tuple[float, float], bias_correction: bool) -> None:
+    """It is reached by the gradients of Cauchy and Schwarz: as large as their weights differ."""
+    (beta1, beta2), t = betas, 7
+    ages = torch.arange(t - 1, -1, -1, dtype=torch.float64)
+    a = (1 - beta1) * torch.as_tensor(beta1, dtype=torch.float64) ** ages
+    b = torch.ones(t, dtype=torch.float64) if beta2 == 1 else (1 - beta2) * beta2**ages
+    g = a / b
+    m, v = (a * g).sum(), (b * g * g).sum()
+    if bias_correction:
+        m = m / (1 - beta1**t)
+        v = v / (1 - beta2**t if beta2 < 1 else 1.0)
+    torch.testing.assert_close((m / v.sqrt()).item(), reach(t, beta1, beta2, beta1, bias_correction))
 
 
 # Where parameters are large, and on what basis.

@@ -52,8 +52,9 @@ class Kronecker(Preconditioner):
         beta2 = ctx.group["betas"][1]
         for i in modes_of(state):
             factor, seen = state[f"L{i}"], self.seen_by(state, grad, i)
-            new = gram(seen, i) if is_full(state, i) else gram_diagonal(seen, i)
-            new = pack(new) if is_packed(state, i) else new
+            full = is_full(state, i)
+            new = gram(seen, i) if full else gram_diagonal(seen, i)
+            new = pack(new) if full and factor.dim() == 2 else new
             if beta2 == 1:
                 factor.add_(new)
             else:

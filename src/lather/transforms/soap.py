@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, final
 
 import torch
@@ -16,6 +17,7 @@ from .base import Context, Stack, State
 from .kronecker import FULL, Index, Kronecker, first_factor, modes_of
 
 ROUNDINGS = 64.0  # of a rotation, below which nothing is told from zero
+SLACK = 2.0  # over the longest step of Adam
 
 
 @final
@@ -31,7 +33,8 @@ class Soap(Kronecker):
     rotated gradients whose elements are not correlated.
 
     Where ``w`` should be zero, rotations leave what they round: so ``sqrt(w / bc2)`` counts as at least 64 roundings of its root
-    mean square over the block.
+    mean square over the block. Where ``w`` was kept for another basis it may be far too small, so elements in the basis are cut at
+    twice the most that Adam's could be (:func:`reach`).
     """
 
     begins_at_once: ClassVar[bool] = True
@@ -55,6 +58,8 @@ class Soap(Kronecker):
     def put(self, state: State, index: Index, new: Mapping[int, Tensor], ok: Tensor) -> None:
         w = state["w"][index]
         x = w.to(torch.promote_types(w.dtype, torch.float32))
+        for i in new:  # any basis is one of a zero factor, and would end what identities stand for
+            ok = ok & state[f"L{i}"][index].flatten(1).any(1)
         first = ok
         for i in new:
             first = first & _is_identity(state[f"Q{i}"][index])
@@ -75,7 +80,8 @@ class Soap(Kronecker):
 
     def apply(self, state: State, u: Tensor, ctx: Context, out: Tensor | None = None) -> Tensor:
         q = bases(state, u)
-        direction = rotated(rotated(u, _transposed(q)) / _denominator(state, u.dtype, ctx), q)
+        within = _cut_(rotated(u, _transposed(q)) / _denominator(state, u.dtype, ctx), ctx)
+        direction = rotated(within, q)
         return direction if out is None else out.copy_(direction)
 
 
@@ -106,6 +112,43 @@ def _denominator(state: State, dtype: torch.dtype, ctx: Context) -> Tensor:
         least = norms(root) * (ROUNDINGS * rounding / math.sqrt(root[0].numel()))
         root = torch.maximum(root, per_slot(least, root))
     return root.add_(ctx.group["eps"])
+
+
+def _cut_(x: Tensor, ctx: Context) -> Tensor:
+    group = ctx.group
+    (beta1, beta2), beta3 = group["betas"], group["beta3"]
+    beta3 = beta1 if beta3 is None else beta3
+    most = ctx.correction(lambda t: SLACK * reach(t, beta1, beta2, beta3, group["bias_correction"]))
+    if not isinstance(most, Tensor):
+        return x.clamp_(-most, most) if most < math.inf else x
+    most = per_slot(most, x)
+    return torch.minimum(torch.maximum(x, -most), most)
+
+
+@lru_cache(maxsize=1024)
+def reach(t: int, beta1: float, beta2: float, beta3: float, bias_correction: bool) -> float:
+    """The most that an element of Adam's direction can be at step ``t``, whatever the gradients were.
+
+    With a filtered gradient ``sum_i a_i g_i`` and a moment ``sum_i b_i g_i^2`` it is ``(sum_i a_i^2 / b_i)^(1/2)``, by Cauchy and
+    Schwarz. It grows without bound, and is not used, if the filter is the longer memory.
+
+    >>> [round(reach(t, 0.9, 0.999, 0.9, True), 2) for t in (1, 10, 100, 10**6)], reach(9, 0.9, 0.8, 0.9, True)
+    ([1.0, 1.04, 2.24, 7.27], inf)
+    """
+    if beta1 > 0 and beta1 * beta1 >= beta2:
+        return math.inf
+    new, bc1, bc2 = 1 - beta2, 1.0, 1.0
+    if beta2 == 1:
+        new = 1.0
+    elif bias_correction:
+        bc2 = 1 - beta2**t
+    if beta1 == 0:
+        return math.sqrt(bc2 / new)
+    if bias_correction:
+        bc1 = 1 - beta3 * beta1 ** (t - 1)
+    ratio = beta1 * beta1 / beta2
+    past = (1 - ratio ** (t - 1)) / (1 - ratio) / beta2
+    return math.sqrt(((1 - beta3) ** 2 + (beta3 * (1 - beta1)) ** 2 * past) * bc2 / new) / bc1
 
 
 def _is_identity(q: Tensor) -> Tensor:
