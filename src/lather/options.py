@@ -214,7 +214,7 @@ OPTIONS: dict[str, Option] = {
     "split_dim": Option(0, _count(0), "the dimension that `split` cuts", structural=True),
     "precondition_1d": Option(False, _bool, "give vectors a full matrix of their own", structural=True),
     "precondition_frequency": Option(10, _count(1), "steps between refreshes of a block's roots"),
-    "start_preconditioning_step": Option(None, _optional(_count(1, infinite=True)), "first preconditioned step; default `precondition_frequency`, with `refresh_warmup` 1, for `\"soap\"` at least 2, for `\"spectral\"` 1; infinity: never"),
+    "start_preconditioning_step": Option(None, _optional(_count(1, infinite=True)), "first preconditioned step; default `precondition_frequency`, with `refresh_warmup` 1 (`\"soap\"`: 2), for `\"spectral\"` 1; infinity: never"),
     "refresh_warmup": Option(0.0, _number(0, 1), "refreshes more often at first, so that no root is much older than this part of the steps taken (0.1: every step up to the 19th, every 2 up to the 39th, every 4 ...); not with `refresh_delay`"),
     "refresh": Option("together", _choice("together", "staggered"), "refresh all blocks at once, or spread them over the period, with the same work in every step that has some"),
     "refresh_delay": Option(0, _count(0), "steps from a refresh to the first use of its roots. Until then they are computed beside the training, on a CUDA device by a stream of its own; takes the memory of the roots once more"),

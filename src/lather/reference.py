@@ -296,17 +296,14 @@ class Reference:
         """When roots are refreshed."""
         every, start = self.options["precondition_frequency"], self.options["start_preconditioning_step"]
         if warmup := self.options["refresh_warmup"]:
-            start = self._earliest() if start is None else start
+            # In bases made of one gradient that gradient is diagonal: SOAP begins with two.
+            start = (2 if self.options["preconditioner"] == "soap" else 1) if start is None else start
             powers = [2**k for k in range(64) if 2**k <= warmup * t]
             every = min(every, max(powers, default=1))
-        start = max(every, self._earliest()) if start is None else start
+        start = every if start is None else start
         if self.options["refresh"] == "staggered":
             return bool(t >= start and t % every == self.offsets[key] % every)
         return bool(t == start or (t > start and t % every == 0))
-
-    def _earliest(self) -> int:
-        """In bases made of one gradient that gradient is diagonal: SOAP begins with two."""
-        return 2 if self.options["preconditioner"] == "soap" else 1
 
     def _step_block(self, block: Block, w: Tensor, g: Tensor, t: int, due: bool, share: float) -> None:
         """One step of one block. Changes w, a view of the parameter, and the block's state."""
@@ -383,13 +380,24 @@ class Reference:
                     self._put(block, roots)
 
     def _put(self, block: Block, roots: list[Tensor | None]) -> None:
-        """Put new roots to use. SOAP: the moment of a gradient with uncorrelated elements, in the first eigenbases."""
-        if self.options["preconditioner"] == "soap" and block.roots is None:
+        """Put new roots to use. SOAP: the moment of a gradient with uncorrelated elements, in the first eigenbases; later it
+        follows eigenvectors that stay what they are and change places."""
+        if self.options["preconditioner"] == "soap":
             if not all(factor.any() for factor in block.factors):
                 return  # no gradient yet: any basis would be one
-            for i, q in enumerate(roots):
-                block.w = block.w if q is None else mode_product(block.w, i, q.T**2)
+            for i, (old, new) in enumerate(zip(block.roots or [None] * len(roots), roots, strict=True)):
+                if new is not None and old is None:
+                    block.w = mode_product(block.w, i, new.T**2)
+                elif new is not None and old is not None:
+                    block.w = block.w.index_select(i, self._places(old, new))
         block.roots = roots
+
+    def _places(self, old: Tensor, new: Tensor) -> Tensor:
+        """For every new eigenvector the number of the old one that it is, or if there is none, of the first that is left."""
+        products = ((new.T @ old) ** 2).tolist()
+        same = [next((j for j, x in enumerate(row) if x > 0.999), None) for row in products]
+        left = [j for j in range(len(same)) if j not in same]
+        return torch.tensor([left.pop(0) if j is None else j for j in same])
 
     def _bc2(self, t: int) -> float:
         beta2 = self.options["betas"][1]
@@ -453,25 +461,7 @@ class Reference:
 
     def _adam_in_the_basis(self, block: Block, g_bar: Tensor, t: int) -> Tensor:
         p = self._rotated(block, g_bar) / ((block.w / self._bc2(t)).sqrt() + self.options["eps"])
-        most = 2 * self._reach(t)  # only where w was kept for another basis an element is more
-        return self._rotated(block, p.clamp(-most, most), back=True)
-
-    def _reach(self, t: int) -> float:
-        """The most that an element of Adam's direction can be: sqrt(sum a_i^2 / b_i) for g_bar = sum a_i g_i, w = sum b_i g_i^2."""
-        o = self.options
-        (beta1, beta2), beta3 = o["betas"], o["beta3"]
-        beta3 = beta1 if beta3 is None else beta3
-        if beta1 > 0 and beta1**2 >= beta2:
-            return math.inf
-        total = 0.0
-        for age in range(t):
-            a = 1 - beta3 if age == 0 else beta3 * (1 - beta1) * beta1 ** (age - 1)
-            b = 1.0 if beta2 == 1 else (1 - beta2) * beta2**age / self._bc2(t)
-            if beta1 == 0:
-                a = float(age == 0)
-            total += a**2 / b if a else 0.0
-        corrected = o["bias_correction"] and beta1 > 0
-        return math.sqrt(total) / (1 - beta3 * beta1 ** (t - 1) if corrected else 1.0)
+        return self._rotated(block, p, back=True)
 
     def _orthogonal(self, g_bar: Tensor) -> Tensor:
         rows, columns = g_bar.shape[0], g_bar[0].numel()

@@ -20,12 +20,12 @@ def period(t: int, group: Mapping[str, Any]) -> int:
 
 
 def first_step(group: Mapping[str, Any]) -> float:
-    """The first step that is preconditioned. SOAP's is not the very first unless that is asked for: in bases made of one gradient
-    that gradient is diagonal, and all the rest of the moment would be zero."""
+    """The first step that is preconditioned. Of a SOAP that is warmed up not the very first: in bases made of one gradient that
+    gradient is diagonal, and all the rest of the moment would be zero."""
     start = group["start_preconditioning_step"]
     if start is not None:
         return float(start)
-    return float(max(period(1, group), 2 if group["preconditioner"] == "soap" else 1))
+    return 2.0 if group["preconditioner"] == "soap" and group["refresh_warmup"] else float(period(1, group))
 
 
 def is_due(t: int, group: Mapping[str, Any], offset: int | None) -> bool:

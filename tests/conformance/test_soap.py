@@ -13,7 +13,7 @@ from lather.options import OPTIONS
 from lather.reference import Reference
 from lather.roots import rescue_basis, resolve_basis, solve_basis
 from lather.transforms import PRECONDITIONERS, Context, Due, Stack
-from lather.transforms.soap import Soap, reach, rotated
+from lather.transforms.soap import Soap, rotated
 
 Options = dict[str, Any]
 Shape = tuple[int, ...]
@@ -135,6 +135,20 @@ def test_scale_of_gradients() -> None:
     torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
 
 
+@every_root
+@pytest.mark.parametrize("frequency", [1, 3])
+def test_with_diagonal_factors_it_is_adam(frequency: int, root: str) -> None:
+    """Bases are permutations, which change whenever eigenvalues trade places: the moment must go with the vectors."""
+    torch.manual_seed(0)
+    sizes = 10 ** torch.randn(18, 5)
+    grads = [[torch.diag(size * torch.randn(5).sign())] for size in sizes]
+    soap, adam = (nn.Parameter(torch.zeros(5, 5)) for _ in range(2))
+    given = SOAP | {"betas": (0.8, 0.9), "precondition_frequency": frequency, "root": root}
+    train(lather.Shampoo([soap], **given, start_preconditioning_step=1), grads)
+    train(torch.optim.Adam([adam], lr=given["lr"], betas=given["betas"], eps=given["eps"]), grads)
+    torch.testing.assert_close(soap, adam, rtol=1e-4, atol=1e-5)
+
+
 def test_permuted_rows_and_columns() -> None:
     """Also while bases are identities, and when they cease to be: the moment goes along."""
     rows, columns = torch.randperm(7), torch.randperm(5)
@@ -246,22 +260,22 @@ def late(t: int) -> Tensor:
     "schedule", [{}, {"refresh_warmup": 0.1}, {"precondition_frequency": 1}, {"precondition_frequency": 2}], ids=str
 )
 @pytest.mark.parametrize("gradient", [one_row, seldom, late, lambda t: torch.randn(24, 16)])
-def test_steps_are_about_as_long_as_adams(
+def test_with_its_graft_steps_are_as_long_as_adams(
     gradient: Callable[[int], Tensor], schedule: Options, start: int | None
 ) -> None:
     """Whatever ranks come to mean: rows that are seldom seen, no gradient at first, bases made of one gradient."""
     torch.manual_seed(0)
     p = nn.Parameter(torch.zeros(24, 16))
-    given = {"lr": 1.0, "betas": (0.95, 0.95), "eps": 1e-8, "start_preconditioning_step": start}
+    given = {"graft": "adam", "lr": 1.0, "betas": (0.95, 0.95), "eps": 1e-8, "start_preconditioning_step": start}
     opt = lather.Shampoo([p], **SOAP | given | schedule)
     for t in range(24):
         before = p.detach().clone()
         train(opt, [[gradient(t)]])
-        assert (p.detach() - before).norm() <= 2 * math.sqrt(p.numel())
+        assert (p.detach() - before).norm() <= 1.001 * math.sqrt(p.numel())
 
 
-@pytest.mark.parametrize("schedule", [{"refresh_warmup": 0.1}, {"precondition_frequency": 1}], ids=str)
-def test_bases_are_made_of_two_gradients_at_least(schedule: Options) -> None:
+def test_warmed_up_bases_are_made_of_two_gradients_at_least() -> None:
+    schedule = {"refresh_warmup": 0.1}
     p = nn.Parameter(torch.zeros(7, 5))
     opt = lather.Shampoo([p], **SOAP | schedule)
     for t, grads in enumerate(gradients(2, [(7, 5)], torch.float32)):
@@ -283,22 +297,6 @@ def test_without_a_gradient_bases_stay_identities(root: str) -> None:
     assert not opt.health()
     train(opt, [row])
     assert not torch.equal(opt.state[p]["Q0.0"], torch.eye(7)) and not torch.equal(opt.state[p]["Q1.0"], torch.eye(5))
-
-
-@pytest.mark.parametrize("bias_correction", [True, False])
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.95, 0.95), (0.0, 0.9), (0.5, 1.0)], ids=str)
-def test_reach_is_the_most_that_adam_can_reach(betas: tuple[float, float], bias_correction: bool) -> None:
-    """It is reached by the gradients of Cauchy and Schwarz: as large as their weights differ."""
-    (beta1, beta2), t = betas, 7
-    ages = torch.arange(t - 1, -1, -1, dtype=torch.float64)
-    a = (1 - beta1) * torch.as_tensor(beta1, dtype=torch.float64) ** ages
-    b = torch.ones(t, dtype=torch.float64) if beta2 == 1 else (1 - beta2) * beta2**ages
-    g = a / b
-    m, v = (a * g).sum(), (b * g * g).sum()
-    if bias_correction:
-        m = m / (1 - beta1**t)
-        v = v / (1 - beta2**t if beta2 < 1 else 1.0)
-    torch.testing.assert_close((m / v.sqrt()).item(), reach(t, beta1, beta2, beta1, bias_correction))
 
 
 # Where parameters are large, and on what basis.

@@ -44,8 +44,7 @@ def soap(
     | ``normalize_grads``, another ``data_format`` | refused |
 
     Their first step computes bases and moves nothing. Here it is Adam's, and so are all until the first refresh, at step
-    ``precondition_frequency`` (2 if that is 1). A group with ``preconditioner=None``, such as :func:`route` makes, is Adam's as
-    well.
+    ``precondition_frequency``. A group with ``preconditioner=None``, such as :func:`route` makes, is Adam's as well.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(8, 4)

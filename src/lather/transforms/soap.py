@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar, final
 
 import torch
@@ -16,8 +15,8 @@ from ..linalg import ema_, norms, per_slot, rotate
 from .base import Context, Stack, State
 from .kronecker import FULL, Index, Kronecker, first_factor, modes_of
 
+SAME = 0.999  # the square of a product of two eigenvectors from which on they are one
 ROUNDINGS = 64.0  # of a rotation, below which nothing is told from zero
-SLACK = 2.0  # over the longest step of Adam
 
 
 @final
@@ -28,13 +27,12 @@ class Soap(Kronecker):
 
     State: factors ``L0, L1, ...`` and bases ``Q0, Q1, ...`` (identities until the first refresh, so until then it is Adam) of the
     full modes, and the second moment ``w``. A mode that is not full has neither: it is not rotated. Columns go by descending
-    eigenvalue, whoever solves: an element of ``w`` belongs to ranks of eigenvalues, and stays when a basis is refreshed. When
-    bases are no longer identities it is moved, ``w <- w x_i (Q_i^2)^T`` with squares of elements: the moment of
-    rotated gradients whose elements are not correlated.
+    eigenvalue, whoever solves: an element of ``w`` belongs to ranks of eigenvalues, and stays when a basis is refreshed, except
+    that it follows vectors that stay and change places (:func:`places`). When bases are no longer identities it is moved,
+    ``w <- w x_i (Q_i^2)^T`` with squares of elements: the moment of rotated gradients whose elements are not correlated.
 
     Where ``w`` should be zero, rotations leave what they round: so ``sqrt(w / bc2)`` counts as at least 64 roundings of its root
-    mean square over the block. Where ``w`` was kept for another basis it may be far too small, so elements in the basis are cut at
-    twice the most that Adam's could be (:func:`reach`).
+    mean square over the block.
     """
 
     begins_at_once: ClassVar[bool] = True
@@ -64,8 +62,14 @@ class Soap(Kronecker):
         for i in new:
             first = first & _is_identity(state[f"Q{i}"][index])
         squares = [new[i].to(x.dtype).mT.square() if i in new else None for i in range(w.dim() - 1)]
-        moved = rotated(x, squares)
-        state["w"][index] = torch.where(per_slot(first, w), moved.to(w.dtype), w)
+        moved, placed = rotated(x, squares), x
+        for i, q in new.items():
+            old = places(state[f"Q{i}"][index].to(x.dtype), q.to(x.dtype))
+            shape = [len(x), *(1 for _ in w.shape[1:])]
+            shape[i + 1] = -1
+            placed = placed.gather(i + 1, old.view(shape).expand_as(x))
+        fresh = torch.where(per_slot(first, w), moved, placed).to(w.dtype)
+        state["w"][index] = torch.where(per_slot(ok, w), fresh, w)
         super().put(state, index, new, ok)
 
     def follow(self, state: State, grad: Tensor, ctx: Context) -> None:
@@ -80,8 +84,7 @@ class Soap(Kronecker):
 
     def apply(self, state: State, u: Tensor, ctx: Context, out: Tensor | None = None) -> Tensor:
         q = bases(state, u)
-        within = _cut_(rotated(u, _transposed(q)) / _denominator(state, u.dtype, ctx), ctx)
-        direction = rotated(within, q)
+        direction = rotated(rotated(u, _transposed(q)) / _denominator(state, u.dtype, ctx), q)
         return direction if out is None else out.copy_(direction)
 
 
@@ -89,6 +92,24 @@ def bases(state: State, like: Tensor) -> list[Tensor | None]:
     """Of every mode of a stack, in its dtype; None for a mode that is not rotated."""
     found = (state.get(f"Q{i}") for i in range(like.dim() - 1))
     return [None if q is None else q.to(like.dtype) for q in found]
+
+
+def places(old: Tensor, new: Tensor) -> Tensor:
+    """``[n, d]``: the column of ``old [n, d, d]`` that every column of ``new`` takes over from.
+
+    That is the one with the same vector, if there is one; the others take what is left, in order.
+
+    >>> places(torch.eye(3)[None], torch.eye(3)[None][:, :, [0, 2, 1]])
+    tensor([[0, 2, 1]])
+    """
+    most, same = (new.mT @ old).square().max(-1)
+    stays = most > SAME
+    taken = torch.zeros_like(same).scatter_add_(1, same, stays.long())
+    left = (
+        stays.long().argsort(dim=1, stable=True),
+        taken.argsort(dim=1, stable=True),
+    )  # new columns, and old ones for them
+    return torch.where(stays, same, torch.empty_like(same).scatter_(1, *left))
 
 
 def rotated(x: Tensor, factors: Sequence[Tensor | None]) -> Tensor:
@@ -112,43 +133,6 @@ def _denominator(state: State, dtype: torch.dtype, ctx: Context) -> Tensor:
         least = norms(root) * (ROUNDINGS * rounding / math.sqrt(root[0].numel()))
         root = torch.maximum(root, per_slot(least, root))
     return root.add_(ctx.group["eps"])
-
-
-def _cut_(x: Tensor, ctx: Context) -> Tensor:
-    group = ctx.group
-    (beta1, beta2), beta3 = group["betas"], group["beta3"]
-    beta3 = beta1 if beta3 is None else beta3
-    most = ctx.correction(lambda t: SLACK * reach(t, beta1, beta2, beta3, group["bias_correction"]))
-    if not isinstance(most, Tensor):
-        return x.clamp_(-most, most) if most < math.inf else x
-    most = per_slot(most, x)
-    return torch.minimum(torch.maximum(x, -most), most)
-
-
-@lru_cache(maxsize=1024)
-def reach(t: int, beta1: float, beta2: float, beta3: float, bias_correction: bool) -> float:
-    """The most that an element of Adam's direction can be at step ``t``, whatever the gradients were.
-
-    With a filtered gradient ``sum_i a_i g_i`` and a moment ``sum_i b_i g_i^2`` it is ``(sum_i a_i^2 / b_i)^(1/2)``, by Cauchy and
-    Schwarz. It grows without bound, and is not used, if the filter is the longer memory.
-
-    >>> [round(reach(t, 0.9, 0.999, 0.9, True), 2) for t in (1, 10, 100, 10**6)], reach(9, 0.9, 0.8, 0.9, True)
-    ([1.0, 1.04, 2.24, 7.27], inf)
-    """
-    if beta1 > 0 and beta1 * beta1 >= beta2:
-        return math.inf
-    new, bc1, bc2 = 1 - beta2, 1.0, 1.0
-    if beta2 == 1:
-        new = 1.0
-    elif bias_correction:
-        bc2 = 1 - beta2**t
-    if beta1 == 0:
-        return math.sqrt(bc2 / new)
-    if bias_correction:
-        bc1 = 1 - beta3 * beta1 ** (t - 1)
-    ratio = beta1 * beta1 / beta2
-    past = (1 - ratio ** (t - 1)) / (1 - ratio) / beta2
-    return math.sqrt(((1 - beta3) ** 2 + (beta3 * (1 - beta1)) ** 2 * past) * bc2 / new) / bc1
 
 
 def _is_identity(q: Tensor) -> Tensor:
