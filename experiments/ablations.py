@@ -65,6 +65,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     **{f"relative eps={eps:g}": {"damping": "relative", "eps": eps} for eps in (1e-8, 1e-4)},
     "beta1=0.95": {"betas": (0.95, 0.95)},
     "averaging=gpa": {"averaging": "gpa"},
+    **{f"kl, eps={eps:g}": {"preconditioner": "kl", "eps": eps} for eps in (1e-8, 1e-7, 1e-6, 1e-5)},
 }
 SCHEDULE_FREE = {"averaging": "schedule_free", "betas": (0.0, 0.95)}  # with no schedule but the warm-up
 # Other lengths of a step, so other learning rates: factors of LR. Directions without a graft are about as long as those of Muon

@@ -18,6 +18,7 @@ from experiments.recipes import Recipe, adamw, lather_muon, muon, powers, shampo
 COMMON = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 RATES = powers(1e-3, 4)  # 1e-3 to 8e-3
 SHAMPOO = Recipe(shampoo, COMMON, RATES)
+KL = {"preconditioner": "kl", "eps": 1e-6}  # its factors need more damping than Shampoo's
 SOAP = {"preconditioner": "soap", "graft": None, "eps": 1e-8}  # as its authors have it
 
 RECIPES = {
@@ -25,7 +26,7 @@ RECIPES = {
     "muon": Recipe(muon, COMMON, RATES),
     "lather-muon": Recipe(lather_muon, COMMON, RATES),
     "soap@10": SHAMPOO.varied({**SOAP, "precondition_frequency": 10}),
-    "kl@10": SHAMPOO.varied({"preconditioner": "kl", "precondition_frequency": 10}),
+    "kl@10": SHAMPOO.varied({**KL, "precondition_frequency": 10}),
     "shampoo@1": SHAMPOO.varied({"precondition_frequency": 1}),
     "shampoo@10": SHAMPOO.varied({"precondition_frequency": 10}),
     "shampoo@10 warmed up": SHAMPOO.varied({"precondition_frequency": 10, "refresh_warmup": 0.1}),
