@@ -30,7 +30,9 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "precondition_frequency=1": {"precondition_frequency": 1},
     "precondition_frequency=50": {"precondition_frequency": 50},
     "beta3=0.81": {"beta3": 0.81},  # Nesterov's form of the filter
-    "exponent=0.5": {"exponent": 0.5},  # the default is 1/4 for matrices
+    **{
+        f"exponent=0.5, eps={eps:g}": {"exponent": 0.5, "eps": eps} for eps in (1e-12, 1e-10, 1e-8)
+    },  # 1/4 for matrices else
     "kinds of route": {"kinds": {}},  # embeddings and head diagonal, norms not decayed
     "beta2=0.999": {"betas": (0.9, 0.999)},
     "beta2=0.95, graft's 0.999": {"betas": (0.9, 0.95), "graft_beta2": 0.999},
