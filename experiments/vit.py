@@ -14,11 +14,10 @@ import sys
 
 from experiments import harness, tasks
 from experiments.recipes import Recipe, adamw, muon, powers, shampoo
+from experiments.wikitext import COMMON, SOAP
 
-COMMON = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 RATES = powers(5e-4, 4)  # 5e-4 to 4e-3
 SHAMPOO = Recipe(shampoo, COMMON, RATES)
-SOAP = {"preconditioner": "soap", "graft": None, "eps": 1e-8}  # as its authors have it
 
 RECIPES = {
     "adamw": Recipe(adamw, COMMON, RATES),

@@ -171,7 +171,8 @@ def low_memory(params: Any, *arguments: Any, **options: Any) -> Shampoo:
     """:func:`from_adamw` with the smallest state that keeps its averages in float32.
 
     ``factors="packed"`` and ``root_dtype="bfloat16"``: 4 times a square parameter instead of 6 (AdamW has 2). Other recipes
-    take the same two options. Large embeddings and heads cost most: :func:`route` gives them AdamW's state.
+    take the same two options. Packing changes nothing; rounded roots cost a little quality (``benchmarks/README.md``).
+    Large embeddings and heads cost most: :func:`route` gives them AdamW's state.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(64, 64, bias=False)
