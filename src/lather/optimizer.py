@@ -18,6 +18,7 @@ from .layout import check_parameter, is_stored, layout_of
 from .options import FLAGS, OPTIONS, check_options, check_values, closest, refuse_flags, whole, with_choices
 from .plan import BankKey, Plan, make_plan
 from .plan_report import PlanReport
+from .routing import is_kind, route
 from .units import Unit
 
 OWN = ("peak_lr", "top_lr", "train_mode")  # what param groups hold beside options
@@ -26,12 +27,15 @@ OWN = ("peak_lr", "top_lr", "train_mode")  # what param groups hold beside optio
 class Shampoo(torch.optim.Optimizer):
     """Distributed Shampoo: preconditions each block of each weight with inverse roots of its Kronecker factors.
 
+    ``params`` is a model, whose embeddings, head, norms and biases are then treated as :func:`route` has it, or what torch's
+    optimizers take: parameters, with names or without, or param groups, which are all treated alike.
+
     Every option may be given per param group and changed between steps, except those that decide which state there is.
     ``docs/options.md`` explains them; ``docs/algorithm.md`` has the mathematics.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(8, 4)
-    >>> opt = lather.Shampoo(model.named_parameters(), lr=1e-2, weight_decay=0.1)
+    >>> opt = lather.Shampoo(model, lr=1e-2, weight_decay=0.1)
     >>> model(torch.randn(16, 8)).square().mean().backward()
     >>> opt.step()
     """
@@ -41,7 +45,7 @@ class Shampoo(torch.optim.Optimizer):
         params: Any,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-12,
+        eps: float | None = None,
         weight_decay: float = 0.0,
         *,
         damping: str = "absolute",
@@ -99,7 +103,7 @@ class Shampoo(torch.optim.Optimizer):
         given = dict(locals())
         refuse_flags(given)
         if isinstance(params, torch.nn.Module):
-            raise TypeError("params is a module; pass lather.route(model), or model.named_parameters()")
+            params = route(params)
         self._structure: list[tuple[Any, ...]] = []
         self._rules: list[str] = []  # what made each param group, for reports; not in checkpoints
         self._process_group, self._check_ranks = process_group, check_ranks
@@ -123,6 +127,8 @@ class Shampoo(torch.optim.Optimizer):
             elif guess := closest(name):
                 raise ValueError(f"param group has the unknown option {name!r}; did you mean {guess!r}?")
         own = OPTIONS.keys() & set(param_group)
+        if is_kind(rule) and param_group.get("preconditioner", "") is None and self.defaults["graft"] is None:
+            param_group.setdefault("graft", "adam")  # a kind that is left to the graft has one
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for flag in FLAGS:  # torch's own defaults may bring one along

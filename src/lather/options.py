@@ -184,7 +184,7 @@ OPTIONS: dict[str, Option] = {
     "lr": Option(1e-3, _lr, "learning rate; a number or a one-element tensor"),
     "betas": Option((0.9, 0.999), _betas, "decay of the gradient filter and of the statistics; `betas[1] = 1` is the AdaGrad sum"),
     "beta3": Option(None, _optional(_number(0, 1)), "weight of the filtered gradient inside the direction; default `betas[0]`"),
-    "eps": Option(1e-12, _number(0, open_low=True), "added to the eigenvalues of every factor, as `damping` says; for `\"soap\"`, to Adam's denominator"),
+    "eps": Option(None, _optional(_number(0, open_low=True)), "added to the eigenvalues of every factor, as `damping` says; for `\"soap\"`, to Adam's denominator; default 1e-12, for `\"kl\"` 1e-6, for `\"soap\"` 1e-8"),
     "damping": Option("absolute", _choice("absolute", "relative"), "`eps` as it is, or times each factor's size: its Schatten 4-norm, a bound of the largest eigenvalue"),
     "weight_decay": Option(0.0, _number(0), "strength of weight decay"),
     "weight_decay_mode": Option("decoupled", _choice("decoupled", "l2", "corrected", "independent"), "how decay enters; see [algorithm](algorithm.md)"),
@@ -253,6 +253,8 @@ OF_ROOTS = (
 )
 # Without effect where there are bases instead of roots.
 NOT_OF_BASES = ("exponent", "exponent_multiplier", "damping", "root_dtype")
+# Roots that make the next factors need more than those that do not; SOAP's is Adam's.
+EPS = {"kl": 1e-6, "soap": 1e-8}
 STRUCTURAL = tuple(name for name, option in OPTIONS.items() if option.structural)
 
 
@@ -286,6 +288,8 @@ def check_values(group: dict[str, Any], seen: dict[str, Any] | None = None) -> N
     changed = [name for name in OPTIONS if name not in seen or group[name] is not seen[name]]
     for name in changed:
         group[name] = OPTIONS[name].check(name, group[name])
+    if group["eps"] is None:
+        group["eps"] = EPS.get(group["preconditioner"], 1e-12)
     if not group["refresh_delay"] < group["precondition_frequency"]:
         raise ValueError(
             f"refresh_delay={group['refresh_delay']} must be less than precondition_frequency={group['precondition_frequency']}: "

@@ -17,7 +17,7 @@ from torch import Tensor
 # fmt: off
 DEFAULTS: dict[str, Any] = {
     "lr": 1e-3, "betas": (0.9, 0.999), "beta3": None,  # None: betas[0]
-    "eps": 1e-12, "damping": "absolute", "bias_correction": True, "maximize": False,
+    "eps": None, "damping": "absolute", "bias_correction": True, "maximize": False,  # None: 1e-12, KL 1e-6, SOAP 1e-8
     "weight_decay": 0.0, "weight_decay_mode": "decoupled",
     "momentum": 0.0, "dampening": 0.0, "nesterov": False,
     "averaging": None, "averaging_beta": None, "averaging_decay": None, "averaging_powers": (2.0, 0.0),  # None: 0.9 or 0.7; 0.9967
@@ -205,6 +205,8 @@ class Reference:
         if unknown := sorted(options.keys() - DEFAULTS.keys()):
             raise TypeError(f"unknown options {unknown}; known are {sorted(DEFAULTS)}")
         self.options = o = DEFAULTS | options
+        if o["eps"] is None:
+            o["eps"] = {"kl": 1e-6, "soap": 1e-8}.get(o["preconditioner"], 1e-12)
         for name, allowed in CHOICES.items():
             if o[name] not in allowed:
                 raise ValueError(f"{name}={o[name]!r} is not one of {allowed}")

@@ -208,10 +208,9 @@ def test_refused(make: Make, options: Options, words: str) -> None:
 def test_bad_parameters() -> None:
     with pytest.raises(TypeError, match="iterable"):
         lather.from_sgd(torch.ones(3))
-    with pytest.raises(TypeError, match=r"pass lather\.route\(model\), or model\.named_parameters\(\)"):
-        lather.from_adamw(nn.Sequential(nn.Linear(3, 3)))
-    with pytest.raises(TypeError, match=r"pass lather\.route\(model\), or model\.named_parameters\(\)"):
-        lather.Shampoo(nn.Sequential(nn.Linear(3, 3)))
+    for make in (lather.Shampoo, lather.from_adamw, lather.soap, lather.muon):
+        with pytest.raises(ValueError, match="empty"):
+            make(nn.ReLU())
     with pytest.raises(TypeError, match="wrong"):
         lather.from_sgd(parameters(), wrong=1)
     with pytest.raises(TypeError, match="'precondition_freqency'; did you mean 'precondition_frequency'"):
@@ -219,6 +218,20 @@ def test_bad_parameters() -> None:
     assert lather.soap(parameters(), betas=(torch.tensor(0.5), 0.75)).param_groups[0]["betas"] == (0.5, 0.75)
     with pytest.raises(ValueError, match="empty"):
         lather.from_sgd([])
+
+
+def test_from_sgd_does_not_precondition_decay() -> None:
+    """A gradient of zero leaves decay alone, which is SGD's, also once there are roots."""
+    weight = nn.Parameter(torch.randn(4, 3))
+    twin = nn.Parameter(weight.detach().clone())
+    given = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5}
+    opts = lather.from_sgd([weight], precondition_frequency=2, **given), optim.SGD([twin], **given)
+    for _ in range(6):
+        for opt in opts:
+            for p in (weight, twin):
+                p.grad = torch.zeros_like(p)
+            opt.step()
+    torch.testing.assert_close(weight, twin)
 
 
 def test_low_memory() -> None:

@@ -176,6 +176,36 @@ def test_names_alone() -> None:
         lather.route(Model().named_parameters(), kinds={"norm": {}})
 
 
+PRESETS = [lather.Shampoo, lather.from_sgd, lather.from_adagrad, lather.from_adam, lather.from_adamw, lather.low_memory]
+
+
+@pytest.mark.parametrize("make", [*PRESETS, lather.soap, lather.muon], ids=lambda make: make.__name__)
+def test_a_model_is_routed_by_kind(make: Any) -> None:
+    model = Model()
+    given, routed = make(model, lr=0.01, weight_decay=0.1), make(lather.route(model), lr=0.01, weight_decay=0.1)
+    assert given.plan().params == routed.plan().params
+    assert given.state_dict()["param_groups"] == routed.state_dict()["param_groups"]
+    methods = {row.name: row.method for row in given.plan().params}
+    assert methods["words.weight"] == methods["head.weight"] == methods["last.weight"]
+    assert methods["words.weight"] != methods["layers.0.qkv.weight"]
+    decays = {name: group["weight_decay"] for group in given.param_groups for name in group["param_names"]}
+    assert decays["layers.0.norm.scale"] == decays["layers.0.qkv.bias"] == decays["last.bias"] == 0.0
+    assert decays["words.weight"] > 0 and decays["layers.0.qkv.weight"] == 0.1
+
+
+@pytest.mark.parametrize("method", ["shampoo", "soap", "kl", "spectral"])
+def test_a_kind_that_is_left_to_the_graft_has_one(method: str) -> None:
+    def methods(params: Any) -> dict[str, str]:
+        rows = lather.Shampoo(params, preconditioner=method, graft=None).plan().params
+        return {row.name: row.method for row in rows}
+
+    found = methods(Model())
+    assert (found["words.weight"], found["head.weight"], found["layers.0.qkv.weight"]) == ("adam", "adam", method)
+    explicit = {"preconditioner": None, "graft": "sgd"}
+    assert methods(lather.route(Model(), kinds={"embedding": explicit}))["words.weight"] == "sgd"
+    assert methods(lather.route(Model(), [("words", {"preconditioner": None})]))["words.weight"] == "sgd"
+
+
 def test_plan_shows_the_rule() -> None:
     opt = lather.from_adamw(lather.route(Model(), RULES), lr=0.01)
     report = opt.plan()

@@ -202,6 +202,20 @@ def test_each_group_has_its_own_options() -> None:
 # Step, closures, scaler, hooks.
 
 
+def test_eps_is_by_method_unless_given() -> None:
+    def params() -> list[nn.Parameter]:
+        return [nn.Parameter(torch.ones(3, 2))]
+
+    methods = {"shampoo": 1e-12, "soap": 1e-8, "kl": 1e-6, "spectral": 1e-12, None: 1e-12}
+    groups = [{"params": params(), "preconditioner": method} for method in methods]
+    opt = lather.Shampoo([*groups, {"params": params(), "preconditioner": "kl", "eps": 1e-3}])
+    assert [group["eps"] for group in opt.param_groups] == [*methods.values(), 1e-3]
+    opt = lather.Shampoo(params(), preconditioner="kl")
+    opt.load_state_dict(lather.Shampoo(params(), preconditioner="kl", eps=1e-4).state_dict())
+    opt.add_param_group({"params": params()})
+    assert [group["eps"] for group in opt.param_groups] == [1e-4, 1e-6]
+
+
 def test_closure() -> None:
     w = nn.Parameter(torch.ones(3, 2))
     opt = lather.Shampoo([w])

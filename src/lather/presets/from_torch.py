@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..optimizer import Shampoo
 from ..options import ARGUMENTS, OPTIONS, closest
+from ..routing import route
 
 Carry = Callable[[Mapping[str, Any]], dict[str, Any]]
 SAME_RESULT = ("foreach", "fused")  # ways to compute the same, which say nothing here
@@ -44,17 +45,20 @@ def from_sgd(
     | the method | ``graft="sgd"``, ``betas=(0.0, 0.999)``: no filter, and factors averaged over some 1000 steps |
     | ``lr``, ``momentum``, ``nesterov``, ``maximize`` | the same |
     | ``dampening`` | the same; the first momentum buffer, which torch does not dampen, is dampened too |
-    | ``weight_decay`` | the same, with ``weight_decay_mode="l2"`` |
+    | ``weight_decay`` | the same, with ``weight_decay_mode="decoupled"``: added to the direction, before momentum, as SGD adds it |
     | ``foreach``, ``fused`` | nothing: they do not change results |
     | ``differentiable`` | refused |
 
+    Under ``weight_decay_mode="l2"`` decay would be part of the gradient and be preconditioned as well, which trained worse
+    (``docs/results.md``).
+
     >>> import torch, lather
     >>> model = torch.nn.Linear(8, 4)
-    >>> opt = lather.from_sgd(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, precondition_frequency=50)
+    >>> opt = lather.from_sgd(model, lr=0.1, momentum=0.9, nesterov=True, precondition_frequency=50)
     >>> [opt.param_groups[0][name] for name in ("graft", "momentum", "weight_decay_mode")]
-    ['sgd', 0.9, 'l2']
+    ['sgd', 0.9, 'decoupled']
     """
-    return shampoo(dict(locals()), graft="sgd", betas=(0.0, 0.999), weight_decay_mode="l2")
+    return shampoo(dict(locals()), graft="sgd", betas=(0.0, 0.999), weight_decay_mode="decoupled")
 
 
 def from_adagrad(
@@ -194,9 +198,10 @@ def shampoo(given: dict[str, Any], replaced: Carry | None = None, **recipe: Any)
 
 
 def groups(params: Any, replaced: Carry) -> Any:
-    """Parameters as they are, param groups with their options replaced."""
-    if isinstance(params, (Tensor, nn.Module)):
-        return params  # torch or Shampoo says what is wrong with that
+    """Parameters as they are, param groups, of a model those by kind, with their options replaced."""
+    if isinstance(params, Tensor):
+        return params  # torch says what is wrong with that
+    params = route(params) if isinstance(params, nn.Module) else params
     return [replaced(item) if isinstance(item, dict) else item for item in params]
 
 
