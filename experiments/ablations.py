@@ -1,11 +1,11 @@
 """One option of lather at a time, on the byte-level transformer: what it does to the loss, to the time and to memory.
 
     python -m experiments.ablations --data DIR                              # all of them, the first ones first
-    python -m experiments.ablations --data DIR --only '/(default|eps)'      # some
+    python -m experiments.ablations --data DIR --only '/(exponent|eps)'     # some
 
-The task and everything that is not varied are those of `shampoo@10` in experiments.wikitext, at the learning rate LR, which is the
-best of AdamW's grid: what a user has who changes the class only. Variations that change the length of a step have a grid of
-their own around what it should be.
+The task and everything that is not varied are those of `shampoo@10` in experiments.wikitext, which is the default that they are
+compared with, at the learning rate LR, which is the best of AdamW's grid: what a user has who changes the class only.
+Variations that change the length of a step have a grid of their own around what it should be.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from experiments.recipes import Recipe
 
 LR = 2e-3
 BASE = wikitext.SHAMPOO._replace(rates=(LR,))
-DIAGONAL = {"preconditioner": None}
 
 # By name. First what might become a default: when and how often roots are refreshed while factors move fast, the exponent,
 # who is preconditioned, averages (AdamW's default for betas is the first of them), damping.
@@ -30,10 +29,11 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "precondition_frequency=1": {"precondition_frequency": 1},
     "precondition_frequency=50": {"precondition_frequency": 50},
     "beta3=0.81": {"beta3": 0.81},  # Nesterov's form of the filter
-    **{
-        f"exponent=0.5, eps={eps:g}": {"exponent": 0.5, "eps": eps} for eps in (1e-12, 1e-10, 1e-8)
-    },  # 1/4 for matrices else
-    "kinds of route": {"kinds": {}},  # embeddings and head diagonal, norms not decayed
+    "exponent=0.5": {"exponent": 0.5},  # 1/4 for matrices else
+    **{f"exponent=0.5,eps={eps:g}": {"exponent": 0.5, "eps": eps} for eps in (1e-8, 1e-6)},
+    "only embeddings diagonal": {"kinds": {"head": {}, "norm": {}}},
+    "only head diagonal": {"kinds": {"embedding": {}, "norm": {}}},
+    "only norms not decayed": {"kinds": {"embedding": {}, "head": {}}},
     "beta2=0.999": {"betas": (0.9, 0.999)},
     "beta2=0.95, graft's 0.999": {"betas": (0.9, 0.95), "graft_beta2": 0.999},
     "relative eps=1e-06": {"damping": "relative", "eps": 1e-6},
@@ -58,16 +58,15 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 # What takes more than one option, or a rule.
 OTHERS: dict[str, dict[str, Any]] = {
-    "embeddings diagonal": {"rules": [["^(token|position)", DIAGONAL]]},
-    "head diagonal": {"rules": [["^head", DIAGONAL]]},
-    "norms not decayed": {"rules": [["norm", {"weight_decay": 0.0}]]},
+    "all diagonal": {"rules": [["layers.*weight", {"preconditioner": None}]]},  # AdamW by lather
     "qkv apart": {"rules": [["qkv", {"split": 3}]]},
     **{f"beta2={b:g}": {"betas": (0.9, b)} for b in (0.9, 0.98, 0.99)},
     "beta2=0.98, graft's 0.95": {"betas": (0.9, 0.98), "graft_beta2": 0.95},
     **{f"relative eps={eps:g}": {"damping": "relative", "eps": eps} for eps in (1e-8, 1e-4)},
     "beta1=0.95": {"betas": (0.95, 0.95)},
     "averaging=gpa": {"averaging": "gpa"},
-    **{f"kl, eps={eps:g}": {"preconditioner": "kl", "eps": eps} for eps in (1e-8, 1e-7, 1e-6, 1e-5)},
+    "preconditioner=kl": {"preconditioner": "kl"},
+    **{f"preconditioner=kl,eps={eps:g}": {"preconditioner": "kl", "eps": eps} for eps in (1e-12, 1e-8, 1e-5)},
 }
 SCHEDULE_FREE = {"averaging": "schedule_free", "betas": (0.0, 0.95)}  # with no schedule but the warm-up
 # Other lengths of a step, so other learning rates: factors of LR. Directions without a graft are about as long as those of Muon
@@ -78,16 +77,25 @@ GRAFTS: dict[str, tuple[Any, tuple[float, ...]]] = {
     "graft=sgd": ("sgd", (256.0, 1024.0, 4096.0)),
     "graft=None": (None, (4.0, 16.0, 64.0)),
 }
+ALIKE: dict[str, Any] = {"refresh_warmup": 0.1, "eps": 1e-8, "beta3": 0.81, "root": "track", "max_preconditioner_dim": 2048}
+COMBINED = [
+    {"exponent": 0.5},
+    {"exponent": 0.5, "root": "track"},
+    *({"exponent": 0.5, "eps": eps} for eps in (1e-8, 1e-6)),
+    *({"preconditioner": "kl", "eps": eps} for eps in (1e-6, 1e-5)),
+]
 SLOW = {"root=eigh": {"root": "eigh"}, "root=qr": {"root": "qr"}}  # several times as long as all others
 
 
 def variations() -> Iterator[tuple[str, Recipe]]:
-    yield "default", BASE
     single = {f"{option}={value}": {option: value} for option, values in FACTORS.items() for value in values}
     yield from ((name, BASE.varied(options)) for name, options in (CANDIDATES | single | OTHERS).items())
     yield "averaging=schedule_free", BASE.varied(SCHEDULE_FREE, (1.0, 2.0))._replace(constant=True)
     yield from ((name, BASE.varied({"graft": graft}, factors)) for name, (graft, factors) in GRAFTS.items())
     yield from ((name, BASE.varied(options)) for name, options in SLOW.items())
+    # What those were compared with that led to the defaults: without kinds, everything else as it is or not.
+    alike = [{}, *({name: value} for name, value in ALIKE.items()), *COMBINED]
+    yield from ((harness.spell(wikitext.ALIKE | options), BASE.varied(wikitext.ALIKE | options)) for options in alike)
 
 
 EXPERIMENT = harness.Experiment(

@@ -6,6 +6,7 @@
     --bracket           go on by factors of two until the best of each has worse ones on both sides; from one --lr, uphill
     --best              at the learning rate that the log has as the best of each, at that length or else at the longest
     --looks N           evaluate so often in a run
+    --shared            note in the log that the device had other work, so that times mean nothing
     --only REGEX        of those, the ones whose key it is found in
     --list              say which they are, and which are done
     --budget SECONDS    begin no run that would not be done by then, if it takes as long as the last of its optimizer, or of any
@@ -176,6 +177,7 @@ def parse(experiment: Experiment, argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--log", type=pathlib.Path, help=f"default: experiments/results/{experiment.name}.jsonl")
     parser.add_argument("--compile-mode", help="of torch.compile, such as reduce-overhead")
     parser.add_argument("--commit", default=os.environ.get("LATHER_COMMIT"), help="for the log; or LATHER_COMMIT")
+    parser.add_argument("--shared", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a small model and made-up data, for a CPU")
     args = parser.parse_args(argv)
     if args.best and args.bracket:
@@ -302,7 +304,8 @@ def record(task: Task, run: Run, recipe: Recipe, args: argparse.Namespace) -> Ro
         end = {"end": "failed", "error": f"{type(error).__name__}: {error}"[:500]}
     settings = task.settings | {"options": recipe.options, "constant": recipe.constant, "tiny": args.tiny}
     about = {"date": datetime.date.today().isoformat(), "device": machine.device(), "versions": machine.versions()}
-    log.append(args.log, name | run._asdict() | end | settings | about | {"commit": args.commit})
+    about |= {"commit": args.commit, "shared": args.shared}
+    log.append(args.log, name | run._asdict() | end | settings | about)
     return last | end
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import lather
+from lather.routing import NOTHING
 
 Optimizers = list[torch.optim.Optimizer]  # all of them step, each on parameters of its own
 Make = Callable[..., Optimizers]  # (model, lr, **options)
@@ -22,7 +23,7 @@ class Recipe(NamedTuple):
 
     def why_not(self) -> str | None:
         """What lather, or a torch that is too old, says against it, if it does."""
-        options = {name: value for name, value in self.options.items() if name != "rules"}
+        options = {name: value for name, value in self.options.items() if name not in ("rules", "kinds")}
         try:
             self.make(nn.ModuleDict({"layers": nn.Linear(2, 2), "head": nn.Linear(2, 2)}), 1e-3, **options)
         except (AttributeError, TypeError, ValueError) as error:
@@ -40,22 +41,23 @@ def powers(first: float, count: int) -> tuple[float, ...]:
     return tuple(first * 2**k for k in range(count))
 
 
-def adamw(model: nn.Module, lr: float, **options: Any) -> Optimizers:
-    return [torch.optim.AdamW(model.parameters(), lr=lr, fused=True, **options)]
+def adamw(model: nn.Module, lr: float, decay_norms: bool = True, **options: Any) -> Optimizers:
+    rules = [] if decay_norms else [("norm|bias", {"weight_decay": 0.0})]
+    groups = [{name: group[name] for name in group if name != "rule"} for group in lather.route(model, rules, kinds=None)]
+    return [torch.optim.AdamW(groups, lr=lr, fused=True, **options)]
 
 
 def sgd(model: nn.Module, lr: float, **options: Any) -> Optimizers:
     return [torch.optim.SGD(model.parameters(), lr=lr, fused=True, **options)]
 
 
-def shampoo(model: nn.Module, lr: float, rules: Any = (), kinds: Any = None, **options: Any) -> Optimizers:
-    """lather with the options of ``lather.Shampoo`` and with rules for parameters; nothing is treated by its kind, or with
-    ``kinds={}`` everything as ``lather.route`` has it."""
+def shampoo(model: nn.Module, lr: float, rules: Any = (), kinds: Any = NOTHING, **options: Any) -> Optimizers:
+    """``lather.Shampoo(model)``, or with rules for parameters, other options for kinds, or with ``kinds=None`` all alike."""
     return [lather.Shampoo(lather.route(model, rules, kinds=kinds), lr=lr, **options)]
 
 
-def from_sgd(model: nn.Module, lr: float, **options: Any) -> Optimizers:
-    return [lather.from_sgd(model.named_parameters(), lr=lr, **options)]
+def from_sgd(model: nn.Module, lr: float, kinds: Any = NOTHING, **options: Any) -> Optimizers:
+    return [lather.from_sgd(lather.route(model, kinds=kinds), lr=lr, **options)]
 
 
 def hidden(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:

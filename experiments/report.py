@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import Column, column, table
-from experiments import log
+from experiments import ablations, log
 from experiments.log import Finished, Row
 from lather import demo
 
@@ -56,8 +56,9 @@ class Group(NamedTuple):
         return self.values(name)[:, -1].tolist()
 
     def end(self, name: str) -> float | None:
-        """The mean of something that is measured once in a run."""
-        known = [finished.end[name] for finished in self.runs if finished.end[name] is not None]
+        """The mean of something that is measured once in a run. Times are of runs that had the device for themselves."""
+        runs = [f for f in self.runs if name != "ms" or not f.end.get("shared")]
+        known = [finished.end[name] for finished in runs if finished.end[name] is not None]
         return statistics.fmean(known) if known else None
 
     def first(self, name: str, target: float) -> int | None:
@@ -175,7 +176,7 @@ COSTS = [
 
 def costs(group: Group) -> Row:
     row = {name: group.end(name) for name in ("ms", "state_mib", "step_peak_mib", "peak_mib")}
-    return row | {"seconds": (row["ms"] or 0) * group.steps()[-1] / 1e3}
+    return row | {"seconds": None if row["ms"] is None else row["ms"] * group.steps()[-1] / 1e3}
 
 
 def best_row(group: Group, kind: Kind, runs: Sequence[Finished]) -> Row:
@@ -189,11 +190,10 @@ def race(group: Group, kind: Kind, other: Group | None) -> Row:
     step = None if other is None else group.first(kind.score, other.curve(kind.score)[-1])
     if other is None or step is None:
         return {}
-    seconds, all_seconds = step * (group.end("ms") or 0) / 1e3, costs(other)["seconds"]
-    return {
-        "reached": f"{step} ({step / other.steps()[-1]:.0%})",
-        "reached_seconds": f"{seconds:.1f} ({seconds / all_seconds:.0%})",
-    }
+    row, ms, all_seconds = {"reached": f"{step} ({step / other.steps()[-1]:.0%})"}, group.end("ms"), costs(other)["seconds"]
+    if ms is not None and all_seconds is not None:
+        row["reached_seconds"] = f"{step * ms / 1e3:.1f} ({step * ms / 1e3 / all_seconds:.0%})"
+    return row
 
 
 def best_table(groups: Sequence[Group], kind: Kind, runs: Sequence[Finished], middle: Sequence[Column] = ()) -> str:
@@ -289,12 +289,12 @@ def images_section(name: str, runs: Sequence[Finished]) -> list[str]:
 
 def ablations_section(name: str, runs: Sequence[Finished]) -> list[str]:
     kind, groups = KINDS[name], best(runs, KINDS[name].score)
-    ends = {group.optimizer: statistics.fmean(group.last(kind.score)) for group in groups}
-    base = ends.get("default")
+    ends = {(group.optimizer, group.length): statistics.fmean(group.last(kind.score)) for group in groups}
     rows = []
     for group in groups:
         row = best_row(group, kind, runs) | {"train": statistics.fmean(group.last("train_loss"))}
-        row["over"] = None if base is None or group.optimizer == "default" else ends[group.optimizer] - base
+        base = None if group.optimizer == "default" else ends.get(("default", group.length))
+        row["over"] = None if base is None else ends[group.optimizer, group.length] - base
         rows.append(row)
     columns = [
         column("variation", "optimizer"),
@@ -305,7 +305,7 @@ def ablations_section(name: str, runs: Sequence[Finished]) -> list[str]:
         column("training loss", "train", ".3f"),
         *COSTS,
     ]
-    diverged = unique(f.run.optimizer for f in runs if f.run.optimizer not in ends)
+    diverged = unique(f.run.optimizer for f in runs if (f.run.optimizer, f.run.length) not in ends)
     notes = [f"Diverged at every learning rate: {', '.join(diverged)}."] if diverged else []
     return [table(columns, rows), *notes, f"![bits per byte of every variation](images/{name}.png)"]
 
@@ -333,9 +333,9 @@ def plot_bytes(name: str, runs: Sequence[Finished], path: pathlib.Path) -> None:
     by_step, by_second = fig.subplots(1, 2)
     for group in groups:
         line = style(groups, group) | {"label": f"{title(group.optimizer, group.length, runs)}, lr {group.lr:g}"}
-        ms = group.end("ms") or 0
         demo.band(by_step, group.steps(), group.values("bits"), **line)
-        demo.band(by_second, [step * ms / 1e3 for step in group.steps()], group.values("bits"), **line)
+        if (ms := group.end("ms")) is not None:
+            demo.band(by_second, [step * ms / 1e3 for step in group.steps()], group.values("bits"), **line)
     curves = [group.curve("bits") for group in groups]
     low, high = min(curve[-1] for curve in curves), max(curve[len(curve) // 3] for curve in curves)
     for axes, label in ((by_step, "step"), (by_second, "seconds of training steps")):
@@ -343,7 +343,7 @@ def plot_bytes(name: str, runs: Sequence[Finished], path: pathlib.Path) -> None:
         axes.set(ylabel="validation bits per byte", ylim=(low - 0.02 * (high - low), high))
         if (goal := target(groups, KINDS[name])) is not None:
             axes.axhline(goal, color=COLORS[0], linewidth=0.8, linestyle=":")
-    by_second.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    fig.legend(*by_step.get_legend_handles_labels(), frameon=False, fontsize="small", loc="outside right center")
     fig.savefig(path)
 
 
@@ -373,7 +373,8 @@ def plot_images(name: str, runs: Sequence[Finished], path: pathlib.Path) -> None
 
 def plot_ablations(name: str, runs: Sequence[Finished], path: pathlib.Path) -> None:
     """A dot for each seed of a variation, and a line where the default is; what is far worse is beyond the edge."""
-    groups = best(runs, "bits")[::-1]
+    longest = max(f.run.length for f in runs)
+    groups = best([f for f in runs if f.run.length == longest], "bits")[::-1]
     fig = figure(8, 1 + 0.2 * len(groups))
     axes = fig.subplots()
     for place, group in enumerate(groups):
@@ -400,11 +401,21 @@ SECTIONS: dict[str, tuple[Callable[..., list[str]], Callable[..., None]]] = {
 # The page.
 
 
+def compared(name: str, path: pathlib.Path) -> list[Finished]:
+    """The runs of a log, and for ablations the default, which is one of the first experiment's."""
+    runs = log.read(path)
+    if name != "ablations":
+        return runs
+    lengths, base = {f.run.length for f in runs}, log.read(path.with_name("wikitext.jsonl"))
+    same = [f for f in base if (f.run.optimizer, f.run.lr) == ("shampoo@10", ablations.LR) and f.run.length in lengths]
+    return [f._replace(run=f.run._replace(optimizer="default")) for f in same] + runs
+
+
 def section(name: str, path: pathlib.Path) -> str:
     """What stands between an experiment's markers."""
-    runs, failed = log.read(path), log.failed(path)
+    runs, failed = compared(name, path), log.failed(path)
     notes = [f"Failed and not repeated since: {', '.join(failed)}."] if failed else []
-    return "\n\n".join(["", made(name, runs), *SECTIONS[name][0](name, runs), *notes, ""]) if runs else "\n"
+    return "\n\n".join(["", made(name, log.read(path)), *SECTIONS[name][0](name, runs), *notes, ""]) if runs else "\n"
 
 
 def filled(page: str, results: pathlib.Path) -> str:
@@ -429,7 +440,7 @@ def main(argv: list[str]) -> int:
         args.page.write_text(filled(args.page.read_text(), args.results))
         (args.page.parent / "images").mkdir(exist_ok=True)
     for name, (_, plot) in SECTIONS.items():
-        runs = log.read(args.results / f"{name}.jsonl")
+        runs = compared(name, args.results / f"{name}.jsonl")
         if runs and args.write:
             plot(name, runs, args.page.parent / "images" / f"{name}.png")
         elif runs:

@@ -4,7 +4,8 @@
     python -m experiments.resnet --data PATH --best --epochs 30 20 --seeds 0 1 2    # then three seeds of both at it
 
 PATH is cifar10_full_60k_lossy.npz or its folder. Batches, augmentation and schedule are those of experiments.tasks.Images. Weight
-decay 5e-4, momentum 0.9 for everyone; there is no label smoothing.
+decay 5e-4, momentum 0.9 for everyone; there is no label smoothing. lather is given the model, so its norms and biases do not decay;
+"alike" is without that, and "preconditioned decay" makes decay a part of the gradient.
 """
 
 from __future__ import annotations
@@ -17,10 +18,17 @@ from experiments.recipes import Recipe, from_sgd, powers, sgd
 COMMON = {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
 RATES = powers(0.1, 4)  # 0.1 to 0.8
 SHAMPOO = Recipe(from_sgd, COMMON, RATES)
+ALIKE = {"kinds": None}
 
 RECIPES = {
     "sgd": Recipe(sgd, COMMON, RATES),
+    "shampoo@1": SHAMPOO.varied({"precondition_frequency": 1}),
+    "shampoo@1 alike": SHAMPOO.varied({"precondition_frequency": 1, **ALIKE}),
     "shampoo@10": SHAMPOO.varied({"precondition_frequency": 10}),
+    "shampoo@10 alike": SHAMPOO.varied({"precondition_frequency": 10, **ALIKE}),
+    "shampoo@10 alike, preconditioned decay": SHAMPOO.varied(
+        {"precondition_frequency": 10, **ALIKE, "weight_decay_mode": "l2"}
+    ),
     "shampoo@50": SHAMPOO.varied({"precondition_frequency": 50}),
 }
 EXPERIMENT = harness.Experiment(

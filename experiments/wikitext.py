@@ -5,7 +5,8 @@
     python -m experiments.wikitext --data DIR --best --seeds 0 1 2 --steps 900    # and a schedule of 60% of the steps
 
 DIR holds train.txt.xz and valid.txt.xz. The model and the schedule are those of experiments.tasks.Bytes. Everyone has weight
-decay 0.1 and betas (0.9, 0.95).
+decay 0.1 and betas (0.9, 0.95). lather is given the model, so its norms do not decay, and embeddings and head are left to Adam;
+"alike" is without that.
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ from experiments.recipes import Recipe, adamw, lather_muon, muon, powers, shampo
 COMMON = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 RATES = powers(1e-3, 4)  # 1e-3 to 8e-3
 SHAMPOO = Recipe(shampoo, COMMON, RATES)
-KL = {"preconditioner": "kl", "eps": 1e-6}  # its factors need more damping than Shampoo's
-SOAP = {"preconditioner": "soap", "graft": None, "eps": 1e-8}  # as its authors have it
+KL = {"preconditioner": "kl"}
+SOAP = {"preconditioner": "soap", "graft": None}  # as its authors have it
+ALIKE = {"kinds": None}
 
 RECIPES = {
     "adamw": Recipe(adamw, COMMON, powers(5e-4, 4)),
+    "adamw, norms not decayed": Recipe(adamw, COMMON | {"decay_norms": False}, powers(5e-4, 4)),
     "muon": Recipe(muon, COMMON, RATES),
     "lather-muon": Recipe(lather_muon, COMMON, RATES),
     "soap@10": SHAMPOO.varied({**SOAP, "precondition_frequency": 10}),
+    "soap@10 alike": SHAMPOO.varied({**SOAP, "precondition_frequency": 10, **ALIKE}),
     "kl@10": SHAMPOO.varied({**KL, "precondition_frequency": 10}),
     "shampoo@1": SHAMPOO.varied({"precondition_frequency": 1}),
     "shampoo@10": SHAMPOO.varied({"precondition_frequency": 10}),
-    "shampoo@10 warmed up": SHAMPOO.varied({"precondition_frequency": 10, "refresh_warmup": 0.1}),
+    "shampoo@10 alike": SHAMPOO.varied({"precondition_frequency": 10, **ALIKE}),
     "shampoo@50": SHAMPOO.varied({"precondition_frequency": 50}),
 }
 EXPERIMENT = harness.Experiment(

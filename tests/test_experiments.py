@@ -44,7 +44,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     do("wikitext", "--runs", "eigh@4", "--best", "--steps", 8, "--looks", 4)
     do("resnet", "--runs", "sgd", "shampoo@10", "--lr", 0.1, "--epochs", 2, 1)
     do("vit", "--runs", "adamw", "muon", "--lr", 1e-3, "--epochs", 1)
-    do("ablations", "--only", "/(default|graft=sgd|qkv apart)/", "--steps", 6)
+    do("wikitext", "--runs", "shampoo@10", "--lr", 2e-3, "--steps", 6, "--shared")
+    do("ablations", "--only", "/(graft=sgd|qkv apart)/", "--steps", 6)
     torch.set_float32_matmul_precision(before)
     return folder
 
@@ -55,7 +56,7 @@ def test_looks_and_ends_are_complete(results: pathlib.Path) -> None:
             assert end["end"] == "complete" and looks[-1]["step"] == end["steps"] and end["ms"] > 0
             assert end["state_mib"] > 0 and end["versions"]["torch"] == torch.__version__ and end["device"]
             assert [look["seconds"] for look in looks] == sorted(look["seconds"] for look in looks)
-            assert len(looks) == {("wikitext", 8): 4, ("wikitext", 12): 12, ("ablations", 6): 6}.get(
+            assert len(looks) == {("wikitext", 8): 4, ("wikitext", 12): 12, ("wikitext", 6): 6, ("ablations", 6): 6}.get(
                 (name, run.length), run.length
             )
             assert all({"train_loss", "valid_loss"} <= set(look) for look in looks)
@@ -333,6 +334,11 @@ def test_report_of_small_logs(results: pathlib.Path, tmp_path: pathlib.Path) -> 
     assert f"| {sum(ends) / 2:.3f} ± " in text and f"**{ends[0]:.3f}**" in text
     assert "| sgd, 2 epochs |" in text and "| qkv apart |" in text
     assert "| eigh@4, 8 steps |" in text and "that of its 12 steps" in text
+    (default,) = (line for line in text.splitlines() if line.startswith("| default | 0."))
+    (shampoo,) = (f.looks[-1]["bits"] for f in runs if f.run.optimizer == "shampoo@10")
+    assert f"| {shampoo:.3f} | n/a |" in default and "| n/a | n/a |" in default  # it shared the device, so no times
+    (apart,) = (f.looks[-1]["bits"] for f in log.read(results / "ablations.jsonl") if f.run.optimizer == "qkv apart")
+    assert f"| {apart:.3f} | {apart - shampoo:+.3f} |" in text
     assert "at the edge of its grid" in text and "| adamw, 12 steps | 0.004 |" not in text
     target = report.target(report.best(runs, "bits"), report.KINDS["wikitext"])
     adamw = next(g for g in report.best(runs, "bits") if g.optimizer == "adamw")
