@@ -128,7 +128,7 @@ def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Op
     state_dtype = "float64" if args.double else "float32"
     if args.optimizer == "adamw":
         return torch.optim.AdamW(model.named_parameters(), foreach=False, **recipe)
-    opt = lather.Shampoo(model.named_parameters(), precondition_frequency=10, state_dtype=state_dtype, **recipe)
+    opt = lather.Shampoo(model, precondition_frequency=10, state_dtype=state_dtype, **recipe)
     say(str(opt.plan()).split("\n\n")[-1])  # the totals; the paragraphs before list parameters and banks
     return opt
 

@@ -77,7 +77,13 @@ GRAFTS: dict[str, tuple[Any, tuple[float, ...]]] = {
     "graft=sgd": ("sgd", (256.0, 1024.0, 4096.0)),
     "graft=None": (None, (4.0, 16.0, 64.0)),
 }
-ALIKE: dict[str, Any] = {"refresh_warmup": 0.1, "eps": 1e-8, "beta3": 0.81, "root": "track", "max_preconditioner_dim": 2048}
+ALIKE: dict[str, Any] = {
+    "refresh_warmup": 0.1,
+    "eps": 1e-8,
+    "beta3": 0.81,
+    "root": "track",
+    "max_preconditioner_dim": 2048,
+}
 COMBINED = [
     {"exponent": 0.5},
     {"exponent": 0.5, "root": "track"},

@@ -42,8 +42,9 @@ def powers(first: float, count: int) -> tuple[float, ...]:
 
 
 def adamw(model: nn.Module, lr: float, decay_norms: bool = True, **options: Any) -> Optimizers:
-    rules = [] if decay_norms else [("norm|bias", {"weight_decay": 0.0})]
-    groups = [{name: group[name] for name in group if name != "rule"} for group in lather.route(model, rules, kinds=None)]
+    groups = lather.route(model, [] if decay_norms else [("norm|bias", {"weight_decay": 0.0})], kinds=None)
+    for group in groups:
+        del group["rule"]
     return [torch.optim.AdamW(groups, lr=lr, fused=True, **options)]
 
 

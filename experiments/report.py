@@ -190,7 +190,8 @@ def race(group: Group, kind: Kind, other: Group | None) -> Row:
     step = None if other is None else group.first(kind.score, other.curve(kind.score)[-1])
     if other is None or step is None:
         return {}
-    row, ms, all_seconds = {"reached": f"{step} ({step / other.steps()[-1]:.0%})"}, group.end("ms"), costs(other)["seconds"]
+    row = {"reached": f"{step} ({step / other.steps()[-1]:.0%})"}
+    ms, all_seconds = group.end("ms"), costs(other)["seconds"]
     if ms is not None and all_seconds is not None:
         row["reached_seconds"] = f"{step * ms / 1e3:.1f} ({step * ms / 1e3 / all_seconds:.0%})"
     return row

@@ -338,17 +338,18 @@ def train_in_pairs(pair: Sequence[Case]) -> Stored:
     return train("ddp4", changed(case, process_group=mine))
 
 
-def train_for_real(wrapper: str, options: Options) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses on this rank's share of the data, and the whole parameters at the end."""
+def train_for_real(wrapper: str, options: Options) -> tuple[list[float], dict[str, Tensor], list[str]]:
+    """Losses on this rank's share of the data, the whole parameters at the end, and what kinds parameters were found to be."""
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 17), nn.Tanh(), nn.Linear(17, 3))
+    layers = [nn.Linear(6, 17), nn.LayerNorm(17), nn.Tanh(), nn.Linear(17, 17), nn.Tanh(), nn.Linear(17, 3, bias=False)]
+    model: nn.Module = nn.Sequential(*layers)
     if wrapper == "fsdp":
         for layer in model:
             fully_shard(layer)
         fully_shard(model)
     else:
         model = nn.parallel.DistributedDataParallel(model)
-    opt = lather.Shampoo(model.named_parameters(), **options)
+    opt = lather.Shampoo(model, **options)
     x = torch.randn(60, 6)
     x, y = (half[dist.get_rank() :: dist.get_world_size()] for half in (x, x[:, :3] * x[:, 3:]))
     losses = []
@@ -358,7 +359,8 @@ def train_for_real(wrapper: str, options: Options) -> tuple[list[float], dict[st
         loss.backward()
         opt.step()
         losses.append(loss.item())
-    return losses, {name: whole(p).clone() for name, p in model.named_parameters()}
+    weights = {name: whole(p).clone() for name, p in model.named_parameters()}
+    return losses, weights, [row.rule for row in opt.plan().params]
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -186,8 +186,9 @@ def test_a_process_group_of_ones_own(pools: Pools) -> None:
 @pytest.mark.parametrize(("wrapper", "world"), [("fsdp", 3), ("ddp", 2)])
 def test_training(wrapper: str, world: int, pools: Pools) -> None:
     ranks = pools[world].run(cases.train_for_real, wrapper, BASE | {"weight_decay": 0.01, "lr": 0.02})
-    losses, weights = [losses for losses, _ in ranks], [weights for _, weights in ranks]
+    losses, weights, kinds = zip(*ranks, strict=True)
     mean = [sum(row) / world for row in zip(*losses, strict=True)]
     assert mean[-1] < 0.5 * mean[0]
     for other in weights[1:]:
         cases.assert_same(other, weights[0])
+    assert kinds == (["no rule"] * 3 + ["kind: norm"] * 2 + ["kind: bias"] * 2,) * world
