@@ -49,6 +49,12 @@ def state_mib(opt: torch.optim.Optimizer) -> float:
     return sum(x.numel() * x.element_size() for x in tensors) / MIB
 
 
+def solvers(*optimizers: torch.optim.Optimizer) -> list[str]:
+    """The root solvers that lather used: those that it measured and took, where it was left to it."""
+    shampoos = [opt for opt in optimizers if isinstance(opt, lather.Shampoo)]
+    return sorted({solver for opt in shampoos for row in opt.plan().banks for solver in row.solvers})
+
+
 def device() -> str:
     return torch.cuda.get_device_name() if CUDA else f"CPU, {torch.get_num_threads()} threads"
 

@@ -2,6 +2,8 @@
 
     python benchmarks/step.py [--models gpt2 llama-953m] [--frequency 10] [--options '{"root": "eigh"}' ...] [--profile]
 
+*Routed* is what lather makes of a model that it is given: embeddings and a head like them are left to Adam.
+
 Synthetic gradients, four sets in rotation so that factors are not of rank one. Every step is timed by a synchronised clock. A
 *plain* step refreshes nothing; staggered there are none. *State* is what a checkpoint holds, *held* what stays allocated between
 steps, *peak* the most during the timed steps, all above parameters and gradients; the first steps have a peak of their own.
@@ -10,6 +12,7 @@ steps, *peak* the most during the timed steps, all above parameters and gradient
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -19,15 +22,17 @@ from typing import Any
 import common
 import torch
 from common import Results, Schedule
-from machine import CUDA, DEVICE, Memory, now, state_mib
+from machine import CUDA, DEVICE, Memory, now, solvers, state_mib
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+import lather
 from lather.shapes import MODELS, num_params
 
 CHANNELS_LAST = "-channels-last"  # added to the name of a model
 NAMES = [*MODELS, "resnet50" + CHANNELS_LAST]
-ROWS = ("adamw", "muon", "together", "staggered")
+ROWS = ("adamw", "muon", "together", "staggered", "routed")
+TABLES = r"^(wte|wpe|head\.weight)$"  # names of embeddings and heads among the shapes of models
 Make = Callable[[dict[str, torch.Tensor]], torch.optim.Optimizer]
 
 
@@ -53,16 +58,28 @@ def contenders(args: argparse.Namespace) -> Iterator[tuple[str, Make]]:
     for refresh in ("together", "staggered"):
         if refresh in args.rows:
             yield f"lather {refresh}", partial(make_shampoo, args.frequency, {"refresh": refresh})
+            if "routed" in args.rows:
+                yield (
+                    f"lather {refresh}, routed",
+                    partial(make_shampoo, args.frequency, {"refresh": refresh}, routed=True),
+                )
     for options in args.options:
         yield common.spell(options), partial(make_shampoo, args.frequency, options)
 
 
-def make_shampoo(frequency: int, options: dict[str, Any], params: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
-    return common.shampoo(params.items(), frequency, options)
+def make_shampoo(
+    frequency: int, options: dict[str, Any], params: dict[str, torch.Tensor], routed: bool = False
+) -> torch.optim.Optimizer:
+    rules = [(TABLES, {"preconditioner": None})] if routed else []
+    return common.shampoo(lather.route(params.items(), rules), frequency, options)
 
 
 def why_not(name: str, model: str) -> str | None:
     """Why a contender sits this model out."""
+    if name.endswith("routed") and not any(
+        re.search(TABLES, key) for key in MODELS[model.removesuffix(CHANNELS_LAST)]()
+    ):
+        return "it has no embeddings"
     if not name.startswith("Muon"):
         return None
     if not hasattr(torch.optim, "Muon"):
@@ -95,6 +112,7 @@ def measure(make: Make, model: str, steps: int, full: bool) -> dict[str, Any]:
         "warmup_ms": warm,
         "first_refresh_ms": schedule.first(warm),
         "plain_ms": statistics.median(plain) if plain else None,
+        "solvers": solvers(opt),
         "state_mib": state_mib(opt),
         "held_mib": memory.held(),
         "peak_mib": peak,

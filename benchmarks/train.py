@@ -3,7 +3,9 @@
     python benchmarks/train.py [--models gpt2 resnet50] [--frequencies 10 50] [--options '{"root": "eigh"}' ...]
 
 GPT-2 124M on 32 x 1024 random tokens, ResNet-50 (torchvision's) on 256 random images of 224 x 224 in channels_last; bf16
-autocast. Model and loss are compiled once, and every optimizer starts from the same weights. Steps are timed by a synchronised
+autocast. lather is given the model, so GPT-2's embeddings are left to Adam.
+
+Model and loss are compiled once, and every optimizer starts from the same weights. Steps are timed by a synchronised
 clock after every block was refreshed once; *free* is the mean of as many steps more without synchronising between them, as
 training runs. Overhead is that over AdamW; AdamW is measured once more at the end, to show how steady the device is. Peak memory
 is above weights and data.
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple
 import common
 import torch
 from common import Results, Schedule
-from machine import CUDA, DEVICE, Memory, now, state_mib
+from machine import CUDA, DEVICE, Memory, now, solvers, state_mib
 from models import Transformer, loss_of
 from torch import Tensor, nn
 
@@ -61,7 +63,7 @@ def contenders(args: argparse.Namespace) -> Iterator[tuple[str, int | None, Make
         return common.adamw(model.parameters(), lr=1e-4)
 
     def shampoo(frequency: int, options: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer:
-        return common.shampoo(model.named_parameters(), frequency, options)
+        return common.shampoo(model, frequency, options)
 
     yield "AdamW fused", None, adamw
     for frequency in args.frequencies:
@@ -98,7 +100,7 @@ def measure(make: Make, model: nn.Module, batches: list, loss_fn: Callable[..., 
         loss = train(t)
     free = (now() - start) / steps
     row |= {"free_ms": free, "warmup_ms": warm, "first_refresh_ms": schedule.first(warm), "loss": loss.item()}
-    return row | {"state_mib": state_mib(opt), "peak_mib": peak}
+    return row | {"state_mib": state_mib(opt), "peak_mib": peak, "solvers": solvers(opt)}
 
 
 def race(name: str, args: argparse.Namespace, results: Results) -> None:

@@ -33,9 +33,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-import lather
 from benchmarks import machine
-from benchmarks.machine import DEVICE, Memory, now, state_mib
+from benchmarks.machine import DEVICE, Memory, now, solvers, state_mib
 from experiments import log
 from experiments.log import Finished, Row, Run
 from experiments.recipes import Optimizers, Recipe
@@ -103,7 +102,7 @@ def train(task: Task, run: Run, recipe: Recipe, write: Callable[[Row], None], lo
             total.zero_()
             since, begin = step, now()
     state = {"state_mib": sum(map(state_mib, optimizers)), "peak_mib": None, "step_peak_mib": None}
-    end |= {"steps": steps, "seconds": seconds, "ms": steady_ms(rows), "solvers": solvers(optimizers)}
+    end |= {"steps": steps, "seconds": seconds, "ms": steady_ms(rows), "solvers": solvers(*optimizers)}
     return end | state | most
 
 
@@ -128,12 +127,6 @@ def watched(memory: Memory, most: dict[str, float]) -> Iterator[None]:
             most[name] = max(mib, most.get(name, 0.0))
         if name == "peak_mib":
             yield
-
-
-def solvers(optimizers: Optimizers) -> list[str]:
-    """The root solvers that lather used: those that it measured and took, where it was left to it."""
-    shampoos = [opt for opt in optimizers if isinstance(opt, lather.Shampoo)]
-    return sorted({solver for opt in shampoos for row in opt.plan().banks for solver in row.solvers})
 
 
 def steady_ms(rows: list[Row]) -> float:

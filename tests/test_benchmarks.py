@@ -70,6 +70,10 @@ def test_step(bench: dict[str, ModuleType], tmp_path: Path) -> None:
     for row, cells in zip(rows.values(), rows_of(text), strict=True):
         assert row["worst_ms"] == max(row["step_ms"]) >= row["mean_ms"] and f"{row['mean_ms']:.2f}" == cells[2]
     together, staggered, slower = (rows["gpt2-tiny", name] for name in names)
+    routed = [rows["gpt2-tiny", f"{name}, routed"] for name in names[:2]]
+    assert all(row["state_mib"] < together["state_mib"] for row in routed)
+    assert [row["solvers"] for row in (together, *routed, slower)] == [["eigh"]] * 3 + [["newton"]]
+    assert ("resnet50-channels-last", "lather together, routed") not in rows
     assert [len(row["step_ms"]) for row in (together, staggered, slower)] == [4, 4, 6]
     assert together["plain_ms"] and staggered["plain_ms"] is None and staggered["first_refresh_ms"]
     if hasattr(torch.optim, "Muon"):
