@@ -12,7 +12,6 @@ steps, *peak* the most during the timed steps, all above parameters and gradient
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -56,13 +55,11 @@ def contenders(args: argparse.Namespace) -> Iterator[tuple[str, Make]]:
     if "muon" in args.rows:
         yield "Muon (2-D only)", lambda params: torch.optim.Muon([p for p in params.values() if p.dim() == 2], lr=1e-4)
     for refresh in ("together", "staggered"):
+        make = partial(make_shampoo, args.frequency, {"refresh": refresh})
         if refresh in args.rows:
-            yield f"lather {refresh}", partial(make_shampoo, args.frequency, {"refresh": refresh})
-            if "routed" in args.rows:
-                yield (
-                    f"lather {refresh}, routed",
-                    partial(make_shampoo, args.frequency, {"refresh": refresh}, routed=True),
-                )
+            yield f"lather {refresh}", make
+        if "routed" in args.rows:
+            yield f"lather {refresh}, routed", partial(make, routed=True)
     for options in args.options:
         yield common.spell(options), partial(make_shampoo, args.frequency, options)
 
@@ -76,15 +73,13 @@ def make_shampoo(
 
 def why_not(name: str, model: str) -> str | None:
     """Why a contender sits this model out."""
-    if name.endswith("routed") and not any(
-        re.search(TABLES, key) for key in MODELS[model.removesuffix(CHANNELS_LAST)]()
-    ):
-        return "it has no embeddings"
+    shapes = MODELS[model.removesuffix(CHANNELS_LAST)]()
+    if name.endswith("routed"):
+        return None if "wte" in shapes else "it has no embeddings"
     if not name.startswith("Muon"):
         return None
     if not hasattr(torch.optim, "Muon"):
         return "this torch has no Muon"
-    shapes = MODELS[model.removesuffix(CHANNELS_LAST)]()
     matrices = {key: shape for key, shape in shapes.items() if len(shape) == 2}
     return "most of the parameters are not 2-D" if 2 * num_params(matrices) < num_params(shapes) else None
 

@@ -58,7 +58,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 # What takes more than one option, or a rule.
 OTHERS: dict[str, dict[str, Any]] = {
-    "all diagonal": {"rules": [["layers.*weight", {"preconditioner": None}]]},  # AdamW by lather
+    "all diagonal": {"preconditioner": None},  # AdamW whose norms do not decay
     "qkv apart": {"rules": [["qkv", {"split": 3}]]},
     **{f"beta2={b:g}": {"betas": (0.9, b)} for b in (0.9, 0.98, 0.99)},
     "beta2=0.98, graft's 0.95": {"betas": (0.9, 0.98), "graft_beta2": 0.95},
@@ -71,20 +71,21 @@ OTHERS: dict[str, dict[str, Any]] = {
 SCHEDULE_FREE = {"averaging": "schedule_free", "betas": (0.0, 0.95)}  # with no schedule but the warm-up
 # Other lengths of a step, so other learning rates: factors of LR. Directions without a graft are about as long as those of Muon
 # before its scale, those of SGD are as long as the gradient, and those of Adagrad shrink with the number of steps.
-GRAFTS: dict[str, tuple[Any, tuple[float, ...]]] = {
-    "graft=rmsprop": ("rmsprop", (1.0,)),
-    "graft=adagrad": ("adagrad", (4.0, 16.0)),
-    "graft=sgd": ("sgd", (256.0, 1024.0, 4096.0)),
-    "graft=None": (None, (4.0, 16.0, 64.0)),
+# All parameters have them alike: embeddings by Adam would want its learning rate.
+GRAFTS: dict[str | None, tuple[float, ...]] = {
+    "rmsprop": (1.0,),
+    "adagrad": (4.0, 16.0),
+    "sgd": (256.0, 1024.0, 4096.0),
+    None: (4.0, 16.0, 64.0),
 }
-ALIKE: dict[str, Any] = {
-    "refresh_warmup": 0.1,
-    "eps": 1e-8,
-    "beta3": 0.81,
-    "root": "track",
-    "max_preconditioner_dim": 2048,
-}
-COMBINED = [
+# The first of all, when a model's kinds were not told apart.
+FIRST: list[dict[str, Any]] = [
+    {},
+    {"refresh_warmup": 0.1},
+    {"eps": 1e-8},
+    {"beta3": 0.81},
+    {"root": "track"},
+    {"max_preconditioner_dim": 2048},
     {"exponent": 0.5},
     {"exponent": 0.5, "root": "track"},
     *({"exponent": 0.5, "eps": eps} for eps in (1e-8, 1e-6)),
@@ -97,11 +98,12 @@ def variations() -> Iterator[tuple[str, Recipe]]:
     single = {f"{option}={value}": {option: value} for option, values in FACTORS.items() for value in values}
     yield from ((name, BASE.varied(options)) for name, options in (CANDIDATES | single | OTHERS).items())
     yield "averaging=schedule_free", BASE.varied(SCHEDULE_FREE, (1.0, 2.0))._replace(constant=True)
-    yield from ((name, BASE.varied({"graft": graft}, factors)) for name, (graft, factors) in GRAFTS.items())
+    for graft, factors in GRAFTS.items():
+        options = wikitext.ALIKE | {"graft": graft}
+        yield harness.spell(options), BASE.varied(options, factors)
     yield from ((name, BASE.varied(options)) for name, options in SLOW.items())
-    # What those were compared with that led to the defaults: without kinds, everything else as it is or not.
-    alike = [{}, *({name: value} for name, value in ALIKE.items()), *COMBINED]
-    yield from ((harness.spell(wikitext.ALIKE | options), BASE.varied(wikitext.ALIKE | options)) for options in alike)
+    for options in FIRST:
+        yield harness.spell(wikitext.ALIKE | options), BASE.varied(wikitext.ALIKE | options)
 
 
 EXPERIMENT = harness.Experiment(

@@ -42,10 +42,10 @@ def powers(first: float, count: int) -> tuple[float, ...]:
 
 
 def adamw(model: nn.Module, lr: float, decay_norms: bool = True, **options: Any) -> Optimizers:
-    groups = lather.route(model, [] if decay_norms else [("norm|bias", {"weight_decay": 0.0})], kinds=None)
-    for group in groups:
-        del group["rule"]
-    return [torch.optim.AdamW(groups, lr=lr, fused=True, **options)]
+    vectors = [p for p in model.parameters() if p.dim() < 2 and not decay_norms]
+    others = [p for p in model.parameters() if p.dim() >= 2 or decay_norms]
+    groups = [{"params": others}, {"params": vectors, "weight_decay": 0.0}]
+    return [torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, fused=True, **options)]
 
 
 def sgd(model: nn.Module, lr: float, **options: Any) -> Optimizers:

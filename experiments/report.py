@@ -15,6 +15,7 @@ import pathlib
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,17 @@ class Group(NamedTuple):
 
     def last(self, name: str) -> list[float]:
         return self.values(name)[:, -1].tolist()
+
+    def train_loss(self) -> float:
+        """The mean over the last sixth of the steps, or the last look if that is more. Looks have means since the one before."""
+        means = []
+        for finished in self.runs:
+            last, parts = finished.looks[-1]["step"], list[tuple[int, float]]()
+            for before, look in pairwise([{"step": 0}, *finished.looks]):
+                if 6 * before["step"] >= 5 * last or look["step"] == last:
+                    parts.append((look["step"] - before["step"], look["train_loss"]))
+            means.append(sum(steps * loss for steps, loss in parts) / sum(steps for steps, _ in parts))
+        return statistics.fmean(means)
 
     def end(self, name: str) -> float | None:
         """The mean of something that is measured once in a run. Times are of runs that had the device for themselves."""
@@ -190,7 +202,7 @@ def race(group: Group, kind: Kind, other: Group | None) -> Row:
     step = None if other is None else group.first(kind.score, other.curve(kind.score)[-1])
     if other is None or step is None:
         return {}
-    row = {"reached": f"{step} ({step / other.steps()[-1]:.0%})"}
+    row = {"reached": f"{step} ({step / other.steps()[-1]:.0%})", "reached_seconds": "n/a"}
     ms, all_seconds = group.end("ms"), costs(other)["seconds"]
     if ms is not None and all_seconds is not None:
         row["reached_seconds"] = f"{step * ms / 1e3:.1f} ({step * ms / 1e3 / all_seconds:.0%})"
@@ -226,13 +238,14 @@ def reaching(groups: Sequence[Group], kind: Kind, runs: Sequence[Finished]) -> l
 
 def edges(runs: Sequence[Finished], kind: Kind) -> list[str]:
     """Who should be given other learning rates."""
-    found = []
+    edge, once = list[str](), list[str]()
     for optimizer, length in ordered(runs):
         same = [f for f in runs if (f.run.optimizer, f.run.length) == (optimizer, length)]
-        tried = len({f.run.lr for f in log.first_seed(same)})
-        if tried > 1 and log.beyond(same, kind.score) is not None:
-            found.append(title(optimizer, length, runs))
-    return [f"Best at the edge of its grid, so perhaps better beyond: {', '.join(found)}."] if found else []
+        if log.beyond(same, kind.score) is not None:
+            tried = len({f.run.lr for f in log.first_seed(same)})
+            (edge if tried > 1 else once).append(f"`{title(optimizer, length, runs)}`")
+    notes = {"Best at the edge of its grid, so perhaps better beyond": edge, "Tried at one learning rate only": once}
+    return [f"{note}: {'; '.join(found)}." for note, found in notes.items() if found]
 
 
 def checkpoints(row: Row) -> str:
@@ -265,7 +278,7 @@ def bytes_section(name: str, runs: Sequence[Finished]) -> list[str]:
         "At the best:",
         best_table(groups, kind, runs, [curve]),
         *reaching(groups, kind, runs),
-        f"![bits per byte by step and by second](images/{name}.png)",
+        f"![bits per byte by step, and by second of those that had the device alone](images/{name}.png)",
     ]
 
 
@@ -288,25 +301,29 @@ def images_section(name: str, runs: Sequence[Finished]) -> list[str]:
     ]
 
 
+def over(group: Group, groups: Sequence[Group], kind: Kind) -> float | None:
+    """The mean of how much more a variation has than the default with the same seed; one of `kinds=None`, than that alone."""
+    base = "kinds=None" if group.optimizer.startswith("kinds=None,") else "default"
+    same = [g for g in groups if (g.optimizer, g.length) == (base, group.length) and g is not group]
+    ends = {f.run.seed: f.looks[-1][kind.score] for g in same for f in g.runs}
+    more = [f.looks[-1][kind.score] - ends[f.run.seed] for f in group.runs if f.run.seed in ends]
+    return statistics.fmean(more) if more else None
+
+
 def ablations_section(name: str, runs: Sequence[Finished]) -> list[str]:
     kind, groups = KINDS[name], best(runs, KINDS[name].score)
-    ends = {(group.optimizer, group.length): statistics.fmean(group.last(kind.score)) for group in groups}
-    rows = []
-    for group in groups:
-        row = best_row(group, kind, runs) | {"train": statistics.fmean(group.last("train_loss"))}
-        base = None if group.optimizer == "default" else ends.get(("default", group.length))
-        row["over"] = None if base is None else ends[group.optimizer, group.length] - base
-        rows.append(row)
+    rows = [best_row(g, kind, runs) | {"train": g.train_loss(), "over": over(g, groups, kind)} for g in groups]
     columns = [
         column("variation", "optimizer"),
         column("lr", "lr", "g"),
         column("seeds", "seeds"),
         column("bits per byte", "end"),
-        column("over default", "over", "+.3f"),
+        column("over its default", "over", "+.3f"),
         column("training loss", "train", ".3f"),
         *COSTS,
     ]
-    diverged = unique(f.run.optimizer for f in runs if (f.run.optimizer, f.run.length) not in ends)
+    ended = {(group.optimizer, group.length) for group in groups}
+    diverged = unique(f.run.optimizer for f in runs if (f.run.optimizer, f.run.length) not in ended)
     notes = [f"Diverged at every learning rate: {', '.join(diverged)}."] if diverged else []
     return [table(columns, rows), *notes, f"![bits per byte of every variation](images/{name}.png)"]
 
@@ -402,14 +419,20 @@ SECTIONS: dict[str, tuple[Callable[..., list[str]], Callable[..., None]]] = {
 # The page.
 
 
+DEFAULTS = {
+    "shampoo@10": "default",
+    "shampoo@10 alike": "kinds=None",
+}  # of ablations, by their names in the first experiment
+
+
 def compared(name: str, path: pathlib.Path) -> list[Finished]:
-    """The runs of a log, and for ablations the default, which is one of the first experiment's."""
+    """The runs of a log, and for ablations those that they are compared with, which are in the first experiment's."""
     runs = log.read(path)
     if name != "ablations":
         return runs
-    lengths, base = {f.run.length for f in runs}, log.read(path.with_name("wikitext.jsonl"))
-    same = [f for f in base if (f.run.optimizer, f.run.lr) == ("shampoo@10", ablations.LR) and f.run.length in lengths]
-    return [f._replace(run=f.run._replace(optimizer="default")) for f in same] + runs
+    lengths, first = {f.run.length for f in runs}, log.read(path.with_name("wikitext.jsonl"))
+    same = [f for f in first if f.run.lr == ablations.LR and f.run.length in lengths and f.run.optimizer in DEFAULTS]
+    return [f._replace(run=f.run._replace(optimizer=DEFAULTS[f.run.optimizer])) for f in same] + runs
 
 
 def section(name: str, path: pathlib.Path) -> str:

@@ -5,7 +5,7 @@
 
 PATH is cifar10_full_60k_lossy.npz or its folder. 6 layers, width 256, 4 heads, patches of 4 x 4: 4.8M parameters.
 Batches, augmentation and schedule are those of experiments.tasks.Images, gradients are clipped to 1.0. Weight decay 0.1 and betas
-(0.9, 0.95) for everyone.
+(0.9, 0.95) for everyone; lather is given the model, so its norms and biases do not decay.
 """
 
 from __future__ import annotations

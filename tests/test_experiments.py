@@ -349,6 +349,31 @@ def test_report_of_small_logs(results: pathlib.Path, tmp_path: pathlib.Path) -> 
     assert step and curve[step] <= target and all(x > target for t, x in curve.items() if t < step)
 
 
+def test_training_losses_are_of_the_last_sixth_however_often_one_looked() -> None:
+    def group(*looks: tuple[int, float]) -> report.Group:
+        rows = [{"step": step, "train_loss": loss} for step, loss in looks]
+        return report.Group("adamw", 60, 0.1, [finished(0.1, 1.0)._replace(looks=rows)], "1")
+
+    assert group((50, 9.0), (55, 2.0), (60, 1.0)).train_loss() == 1.5
+    assert group((50, 9.0), (60, 1.5)).train_loss() == group((60, 1.5)).train_loss() == 1.5
+    assert group((50, 9.0), (58, 2.0), (60, 1.0)).train_loss() == 1.8
+
+
+def test_variations_are_compared_seed_by_seed() -> None:
+    def group(name: str, ends: dict[int, float]) -> report.Group:
+        return report.Group(name, 4, 0.1, [finished(0.1, bits, seed) for seed, bits in ends.items()], "")
+
+    groups = [
+        group("default", {0: 1.0, 1: 2.0, 2: 9.0}),
+        group("kinds=None", {0: 1.5}),
+        group("eps=1", {0: 1.25, 1: 2.5}),
+        group("kinds=None,eps=1", {0: 1.25}),
+        group("eps=2", {7: 1.0}),
+    ]
+    differences = [report.over(g, groups, report.BITS) for g in groups]
+    assert differences == [None, 0.5, 0.375, -0.25, None]
+
+
 def test_a_page_without_a_place_is_refused() -> None:
     with pytest.raises(ValueError, match="no place for wikitext"):
         report.filled("# Results", log.RESULTS)

@@ -32,12 +32,12 @@ GRID = tuple(0.0005 * 2**k for k in range(11))
 SWEEP_SEED = 1000  # added to the seed, so that the sweep's initial weights and batches are not the demo's
 
 OPTIMIZERS: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
-    "lather": lambda model, lr: Shampoo(model.named_parameters(), lr=lr, weight_decay=0.01),
+    "lather": lambda model, lr: Shampoo(model, lr=lr, weight_decay=0.01),
     "AdamW": lambda model, lr: torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01),
     "SGD": lambda model, lr: torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True, weight_decay=5e-4),
 }
 # The lowest validation losses of `python -m lather demo --sweep`.
-LEARNING_RATES = {"lather": 0.008, "AdamW": 0.032, "SGD": 0.128}
+LEARNING_RATES = {"lather": 0.032, "AdamW": 0.032, "SGD": 0.128}
 COLORS = {"lather": "#0072b2", "AdamW": "#d55e00", "SGD": "#7a7a7a"}
 
 

@@ -18,7 +18,7 @@ from .layout import check_parameter, is_stored, layout_of
 from .options import FLAGS, OPTIONS, check_options, check_values, closest, refuse_flags, whole, with_choices
 from .plan import BankKey, Plan, make_plan
 from .plan_report import PlanReport
-from .routing import is_kind, route
+from .routing import route
 from .units import Unit
 
 OWN = ("peak_lr", "top_lr", "train_mode")  # what param groups hold beside options
@@ -127,8 +127,6 @@ class Shampoo(torch.optim.Optimizer):
             elif guess := closest(name):
                 raise ValueError(f"param group has the unknown option {name!r}; did you mean {guess!r}?")
         own = OPTIONS.keys() & set(param_group)
-        if is_kind(rule) and param_group.get("preconditioner", "") is None and self.defaults["graft"] is None:
-            param_group.setdefault("graft", "adam")  # a kind that is left to the graft has one
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for flag in FLAGS:  # torch's own defaults may bring one along

@@ -197,7 +197,7 @@ OPTIONS: dict[str, Option] = {
     "averaging_powers": Option((2.0, 0.0), _powers, "of the largest learning rate so far and of the step: their product is the step's weight in the average of `\"schedule_free\"`"),
     "maximize": Option(False, _bool, "ascend instead of descend"),
     "bias_correction": Option(True, _bool, "correct the averages for their start at zero"),
-    "preconditioner": Option("shampoo", _choice("shampoo", "soap", "kl", "spectral", None, others={"muon": "spectral"}), "the method: `\"shampoo\"`, `\"soap\"`, which is Adam in the eigenbases of Shampoo's factors, `\"kl\"` (KL-Shampoo), whose factors see the gradient preconditioned by each other, or `\"spectral\"` (Muon), which orthogonalises the filtered gradient of every block; `None`: elementwise, by the graft alone", structural=True),
+    "preconditioner": Option("shampoo", _choice("shampoo", "soap", "kl", "spectral", None, others={"muon": "spectral"}), "the method: `\"shampoo\"`, `\"soap\"`, which is Adam in the eigenbases of Shampoo's factors, `\"kl\"` (KL-Shampoo), whose factors see the gradient preconditioned by each other, or `\"spectral\"` (Muon), which orthogonalises the filtered gradient of every block; `None`: elementwise, by the graft alone, which is then Adam if it is `None`", structural=True),
     "exponent": Option(None, _optional(_exponent), "root exponent for all modes, or `{order: exponent}`; default `1 / (2 order)`, always `1 / 2` for `\"kl\"`; 0 leaves modes alone"),
     "exponent_multiplier": Option(1.0, _number(0, open_low=True), "multiplies the default exponent (1.82 in the paper for fully connected networks)"),
     "root": Option("auto", _root, "root solver: `\"auto\"`, `\"eigh\"`, `\"newton\"`, `\"higher_order\"`, `\"minimax\"`, `\"qr\"`, `\"track\"` or a solver object; for `\"soap\"` one that gives a basis: `\"eigh\"`, `\"qr\"` or `\"track\"`"),
@@ -290,6 +290,8 @@ def check_values(group: dict[str, Any], seen: dict[str, Any] | None = None) -> N
         group[name] = OPTIONS[name].check(name, group[name])
     if group["eps"] is None:
         group["eps"] = EPS.get(group["preconditioner"], 1e-12)
+    if group["preconditioner"] is None and group["graft"] is None:
+        group["graft"] = "adam"
     if not group["refresh_delay"] < group["precondition_frequency"]:
         raise ValueError(
             f"refresh_delay={group['refresh_delay']} must be less than precondition_frequency={group['precondition_frequency']}: "

@@ -207,6 +207,8 @@ class Reference:
         self.options = o = DEFAULTS | options
         if o["eps"] is None:
             o["eps"] = {"kl": 1e-6, "soap": 1e-8}.get(o["preconditioner"], 1e-12)
+        if o["preconditioner"] is None and o["graft"] is None:
+            o["graft"] = "adam"
         for name, allowed in CHOICES.items():
             if o[name] not in allowed:
                 raise ValueError(f"{name}={o[name]!r} is not one of {allowed}")

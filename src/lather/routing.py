@@ -88,9 +88,9 @@ def route(
     return [{"params": part, **options[key], "rule": _label(key, patterns)} for key, part in parts.items() if part]
 
 
-def is_kind(rule: str) -> bool:
-    """Whether a group with this label was made for a kind of parameters."""
-    return rule.startswith("kind: ")
+def is_kind(group: Mapping[str, Any]) -> bool:
+    """Whether a group was made for a kind of parameters."""
+    return str(group.get("rule", "")).startswith("kind: ")
 
 
 def _label(key: int | str | None, patterns: Sequence[re.Pattern[str]]) -> str:

@@ -194,16 +194,16 @@ def test_a_model_is_routed_by_kind(make: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["shampoo", "soap", "kl", "spectral"])
-def test_a_kind_that_is_left_to_the_graft_has_one(method: str) -> None:
+def test_without_a_graft_what_is_left_to_it_follows_adam(method: str) -> None:
     def methods(params: Any) -> dict[str, str]:
         rows = lather.Shampoo(params, preconditioner=method, graft=None).plan().params
         return {row.name: row.method for row in rows}
 
     found = methods(Model())
     assert (found["words.weight"], found["head.weight"], found["layers.0.qkv.weight"]) == ("adam", "adam", method)
+    assert methods(lather.route(Model(), [("words", {"preconditioner": None})]))["words.weight"] == "adam"
     explicit = {"preconditioner": None, "graft": "sgd"}
     assert methods(lather.route(Model(), kinds={"embedding": explicit}))["words.weight"] == "sgd"
-    assert methods(lather.route(Model(), [("words", {"preconditioner": None})]))["words.weight"] == "sgd"
 
 
 def test_plan_shows_the_rule() -> None:

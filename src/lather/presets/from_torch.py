@@ -1,4 +1,7 @@
-"""Recipes of torch's optimizers by the arguments of torch's classes, and what all presets share."""
+"""Recipes of torch's optimizers by the arguments of torch's classes, and what all presets share.
+
+``params`` is that of :class:`Shampoo`: a model, or parameters or param groups as torch's optimizers take them.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,7 @@ def from_adagrad(
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(8, 4)
-    >>> opt = lather.from_adagrad(model.parameters(), lr=0.05)
+    >>> opt = lather.from_adagrad(model, lr=0.05)
     >>> [opt.param_groups[0][name] for name in ("graft", "graft_eps", "betas")]
     ['adagrad', 1e-10, (0.0, 1.0)]
     """
@@ -128,7 +131,7 @@ def from_adam(
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(8, 4)
-    >>> opt = lather.from_adam(model.parameters(), lr=1e-3, eps=1e-6, weight_decay=0.01, factor_eps=1e-10)
+    >>> opt = lather.from_adam(model, lr=1e-3, eps=1e-6, weight_decay=0.01, factor_eps=1e-10)
     >>> [opt.param_groups[0][name] for name in ("graft_eps", "eps", "weight_decay_mode")]
     [1e-06, 1e-10, 'l2']
     """
@@ -164,7 +167,7 @@ def from_adamw(
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(8, 4)
-    >>> opt = lather.from_adamw(model.parameters(), lr=3e-4, weight_decay=0.1, precondition_frequency=20)
+    >>> opt = lather.from_adamw(model, lr=3e-4, weight_decay=0.1, precondition_frequency=20)
     >>> [opt.param_groups[0][name] for name in ("lr", "weight_decay", "graft", "precondition_frequency")]
     [0.0003, 0.1, 'adam', 20]
     """

@@ -146,7 +146,7 @@ def _sorted(group: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, 
     params = [params] if isinstance(params, Tensor) else list(params)
     if "param_names" in group:
         params = list(zip(group["param_names"], params, strict=True))
-    method = group.get("preconditioner", None if is_kind(str(group.get("rule", ""))) else "spectral")
+    method = group.get("preconditioner", None if is_kind(group) else "spectral")
     if method != "spectral":
         return [], params
     least = 1 if options.get("precondition_1d") else 2

@@ -48,7 +48,7 @@ def soap(
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(8, 4)
-    >>> opt = lather.soap(model.named_parameters(), lr=1e-3, max_precond_dim=4096)
+    >>> opt = lather.soap(model, lr=1e-3, max_precond_dim=4096)
     >>> [row.method for row in opt.plan().params], opt.param_groups[0]["max_preconditioner_dim"]
     (['soap', 'adam'], 4096)
     """
@@ -74,7 +74,5 @@ def _carry(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("shampoo_beta", "normalize_grads", "data_format"):
         options.pop(name, None)
     if "eps" in options:
-        options["graft_eps"] = options["eps"] = OPTIONS["eps"].check("eps", options["eps"])
-    if options.get("preconditioner", "soap") is None:
-        options.setdefault("graft", "adam")
+        options["graft_eps"] = options["eps"] = OPTIONS["graft_eps"].check("eps", options["eps"])
     return options
