@@ -111,12 +111,26 @@ def test_fleets_are_of_one_kind(monkeypatch):
     assert [[kinds.index(share.key) for share in shares] for shares in fleets] == [[0, 1], [2], [4]]
 
 
-@pytest.mark.parametrize("method", ["spectral", "kl", "soap"])
-def test_other_methods_have_no_kernels(method, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "graft", "expected"),
+    [
+        ("shampoo", None, [[((8, 8), False), ((8,), False)]]),
+        ("spectral", "adam", [[((8,), False)]]),
+        ("kl", None, [[((8, 8), True), ((8,), False)]]),
+        ("soap", "adam", [[((8, 8), True), ((8,), False)]]),
+        ("soap", None, [[((8, 8), True)], [((8,), False)]]),
+    ],
+)
+def test_methods_by_kernels_and_by_torch(method, graft, expected, monkeypatch):
+    """A polar factor has no kernels; vectors of SOAP without a graft are Adam's, so they go apart."""
     monkeypatch.setattr(tables, "suits", lambda *_: True)
-    group = GROUP | {"preconditioner": method}
+    group = GROUP | {"preconditioner": method, "graft": graft}
     banks = [(key((8, 8)), 2), (key((8,), (), method="graft"), 2)]
-    assert [[share.shape for share in shares] for shares in divide(banks, [group])] == [[(8,)]]
+    fleets = divide(banks, [group])
+    assert [[(share.shape, share.by_torch) for share in shares] for shares in fleets] == expected
+    assert [share.boxed for shares in fleets for share in shares] == [
+        shape == (8, 8) and not by_torch for shares in expected for shape, by_torch in shares
+    ]
 
 
 def test_only_cuda_has_fleets(monkeypatch):
@@ -291,8 +305,11 @@ def test_buffers_know_who_is_active():
 
 def test_buffers_correct_and_divide():
     buffers = Buffers(3, 1, CPU)
-    buffers.correct(torch.tensor([0.1, 0.2, 0.3]), 0.5)
-    assert torch.equal(buffers.corrections, torch.tensor([[0.1, 0.2, 0.3], [0.5, 0.5, 0.5]]))
+    buffers.correct(torch.tensor([0.1, 0.2, 0.3]), 0.5, torch.tensor([1.0, 2.0, 3.0]))
+    assert torch.equal(buffers.corrections, torch.tensor([[0.1, 0.2, 0.3], [0.5, 0.5, 0.5], [1.0, 2.0, 3.0]]))
+    assert [x.tolist() for x in buffers.bc2_of([0, 2, 3], uniform=False)] == [[1.0, 2.0], [3.0]]
+    buffers.bc2.fill_(0.75)
+    assert [(x.item(), x.dtype) for x in buffers.bc2_of([0, 2, 3], uniform=True)] == [(0.75, torch.float32)] * 2
     first, second = buffers.alive_of([0, 2, 3])
     assert (len(first), len(second)) == (2, 1) and first.data_ptr() == buffers.alive.data_ptr()
     assert buffers.alive_of([0, 2, 3])[0] is first

@@ -117,7 +117,7 @@ class Bank:
             amortised.follow(self.state, grads, ctx)
         own = graft.apply(self.state, u, ctx)
         waits = amortised if amortised and not amortised.begins_at_once else None
-        started = [True] * len(ctx.steps) if _is_alone(amortised, ctx.group) else started_slots(ctx)
+        started = [True] * len(ctx.steps) if is_alone(amortised, ctx.group) else started_slots(ctx)
         if not any(started) or (waits and not self.begun):
             return own
         direction = method.apply(self.state, u, ctx)
@@ -147,7 +147,7 @@ class Bank:
             self.begun = True
 
 
-def _is_alone(method: Preconditioner | None, group: Mapping[str, Any]) -> bool:
+def is_alone(method: Preconditioner | None, group: Mapping[str, Any]) -> bool:
     """Whether there is no graft to follow before ``start_preconditioning_step``, and no need for one."""
     return method is not None and method.begins_at_once and group["graft"] is None
 

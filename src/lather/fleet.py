@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import rules
 from .aside import branching, side_by_side, stream_of
-from .bank import Refresh, amortised_of, due_slots, graft_of, late_slots, refresh, started_slots
+from .bank import Refresh, amortised_of, due_slots, graft_of, is_alone, late_slots, refresh, started_slots
 from .linalg import from_host, holding
 from .options import root_dtype
 from .roots import are_products_exact
@@ -100,6 +100,8 @@ class Fleet:
         self._graphs = graphs
         self._tables: Tables | None = None
         self._buffers = Buffers(self.n, 1 + max(i for part in parts for i in part.tensors), self.device)
+        self._at_once: list[bool] | None = None  # which parts wait for no root; and whether for no step either
+        self._is_alone = False
         self._go: tuple[bool, ...] = ()  # which parts may be preconditioned,
         self._seen: Any = None  # and what that was made from
 
@@ -185,7 +187,7 @@ class Fleet:
         if ctx.uniform:
             numbers |= {"first": float(first), "second": float(second), "bc2": float(ctx.factor_correction())}
         else:
-            buffers.correct(first, second)
+            buffers.correct(first, second, ctx.factor_correction())
         buffers.load(numbers, tensors, call)
         return Kind(
             filtered=group["betas"][0] > 0,
@@ -201,7 +203,7 @@ class Fleet:
             grad=call.grad_dtype,
             param=call.params[0].dtype if call.params else torch.float32,
             root=root_dtype(group),
-            more=group["betas"][1] if self._is_odd else None,
+            more=(group["betas"][1], group["eps"]) if self._is_odd else None,
         )
 
     def _numbers(self, group: Group) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -277,12 +279,19 @@ class Fleet:
         from . import kernels
 
         b, flat, plain = self._buffers, call.scratch["flat"], call.scratch.get("plain")
+        bc2 = b.bc2_of(self.firsts, kind.uniform)
         works = []
         for i in sorted(range(len(self.parts)), key=lambda i: -self.parts[i].flops):  # what takes long comes first
-            part, method = self.parts[i], amortised_of(self.parts[i].key, call.group)
-            if method and go[i]:
-                u = part.state["m"] if kind.filtered else self.stack(call.scratch["plain"], i)
-                works.append(partial(method.apply, part.state, u, contexts[i], self.stack(flat, i)))
+            part, method, ctx = self.parts[i], amortised_of(self.parts[i].key, call.group), contexts[i]
+            if method:
+                steps = list[Callable[[], object]]()
+                if part.by_torch:
+                    ctx = replace(ctx, bc2=bc2[i])
+                    steps.append(partial(method.follow, part.state, self.stack(call.scratch["plain"], i), ctx))
+                if go[i]:
+                    u = part.state["m"] if kind.filtered else self.stack(call.scratch["plain"], i)
+                    steps.append(partial(method.apply, part.state, u, ctx, self.stack(flat, i)))
+                works.append(partial(_one_by_one, steps))
         side_by_side(works)
         if any(go):
             tables.launch(kernels.size_of_directions, "partial", {"flat": flat})
@@ -344,7 +353,12 @@ class Fleet:
     def _going(self, ctx: Context) -> tuple[bool, ...]:
         """Which parts may be preconditioned. The device is told which slots have started, and sees which have roots."""
         started = started_slots(replace(ctx, steps=ctx.steps[:1])) * self.n if ctx.uniform else started_slots(ctx)
-        seen = started, [part.bank.begun for part in self.parts]
+        if self._at_once is None:
+            methods = [amortised_of(part.key, ctx.group) for part in self.parts]
+            self._at_once = [method is not None and method.begins_at_once for method in methods]
+            self._is_alone = any(is_alone(method, ctx.group) for method in methods)
+        started = [True] * self.n if self._is_alone else started
+        seen = started, [part.bank.begun or now for part, now in zip(self.parts, self._at_once, strict=True)]
         if seen != self._seen:
             self._buffers.started.copy_(from_host(started, self._buffers.started))
             self._go = tuple(
@@ -352,6 +366,11 @@ class Fleet:
             )
             self._seen = seen
         return self._go
+
+
+def _one_by_one(works: Sequence[Callable[[], object]]) -> None:
+    for work in works:
+        work()
 
 
 def _are_ready(grads: Sequence[Tensor], dtype: torch.dtype, strides: list[tuple[int, ...]]) -> bool:
@@ -379,7 +398,7 @@ class Buffers:
         self.bc2 = self.numbers[NAMES.index("bc2")]
         self.sources, self.weights, self.momenta = self._words[len(NAMES) :].view(3, tensors).unbind()
         self.alive, self.scale, self.gain = torch.ones(3, n, device=device).unbind()
-        self.corrections = torch.ones(2, n, device=device)
+        self.corrections = torch.ones(3, n, device=device)  # of the filter, the graft's moment, and factors
         self.active, self.started = (
             torch.ones(n, dtype=torch.uint8, device=device),
             torch.zeros(n, dtype=torch.uint8, device=device),
@@ -407,6 +426,12 @@ class Buffers:
         """A correction for each slot, where they differ."""
         for row, value in zip(self.corrections, corrections, strict=True):
             row.copy_(value) if isinstance(value, Tensor) else row.fill_(value)
+
+    def bc2_of(self, firsts: Sequence[int], uniform: bool) -> Sequence[Tensor]:
+        """The correction of factors for every part: one for all slots, or ``[n]``."""
+        if uniform:
+            return [self.bc2.float()] * (len(firsts) - 1)
+        return [self.corrections[2, a:b] for a, b in pairwise(firsts)]
 
     def alive_of(self, firsts: Sequence[int]) -> Sequence[Tensor]:
         if self._parts is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -69,11 +69,12 @@ def place(start: Sequence[int], shape: Sequence[int], strides: Sequence[int]) ->
 
 @dataclass(frozen=True)
 class Share:
-    """Slots ``start`` to ``stop`` of a bank."""
+    """Slots ``start`` to ``stop`` of a bank. ``by_torch``: kernels do not know what its factors take in."""
 
     key: BankKey
     start: int
     stop: int
+    by_torch: bool = field(default=False, kw_only=True)
 
     @property
     def n(self) -> int:
@@ -105,8 +106,8 @@ class Share:
     @property
     def boxed(self) -> bool:
         """Whether kernels keep the factors: matrices, or thin boxes, with full ones, as nearly all are."""
-        order = len(self.shape)
-        return self.key.modes in (("full",) * 2, ("full",) * 3) and order == len(self.key.modes) and self.thin <= THIN
+        full = self.key.modes in (("full",) * 2, ("full",) * 3) and len(self.shape) == len(self.key.modes)
+        return full and self.thin <= THIN and not self.by_torch
 
     @property
     def half_shape(self) -> tuple[int, int, int]:
@@ -127,13 +128,17 @@ def divide(banks: Iterable[tuple[BankKey, int]], groups: Sequence[Group]) -> lis
     for key, n in banks:
         tiled = math.prod(-(-d // SIDE) * SIDE for d in key.shape[:2]) * math.prod(key.shape[2:])
         fits = tiled < 1 << 31 and (not key.modes or max(key.shape) < 1 << 15)  # counted in 32 bits
-        other = key.modes and groups[key.group]["preconditioner"] != "shampoo"  # which the kernels do not know
-        if other or not (fits and suits(key.device, key.dtype, groups[key.group])):
+        group = groups[key.group]
+        method = group["preconditioner"] if key.modes else None
+        if method == "spectral" or not (fits and suits(key.device, key.dtype, group)):
             continue
-        alike = key.group, key.device, key.dtype, key.method == "adagrad"
+        alone = (
+            bool(key.modes) and options.elementwise(group) != group["graft"]
+        )  # what has no factors has another graft
+        alike = key.group, key.device, key.dtype, key.method == "adagrad", alone
         most = max(1, LARGEST // math.prod(key.shape))
         for start in range(0, n, most):
-            share = Share(key, start, min(start + most, n))
+            share = Share(key, start, min(start + most, n), by_torch=method in ("kl", "soap"))
             if alike in open_ and sum(s.padded for s in open_[alike]) + share.padded > LARGEST:
                 done.append(open_.pop(alike))
             open_.setdefault(alike, []).append(share)
@@ -198,7 +203,8 @@ class Tables:
         tiles[:, 2] = BLOCK * (torch.arange(len(tiles), device="cpu") - firsts.repeat_interleave(counts))
         slots = torch.empty(3, len(lines), dtype=torch.int64, device="cpu")
         slots[:2, order] = torch.stack([firsts, counts])
-        slots[2] = torch.tensor([address for part in parts for address in _roots(part)], device="cpu")
+        self._one = torch.ones((), device=device)
+        slots[2] = torch.tensor([address for part in parts for address in _roots(part, self._one)], device="cpu")
         skipped = [part.bank.counts[0, i].data_ptr() for part in parts for i in range(part.start, part.stop)]
         self.slots, self.skipped = slots.to(device), from_host(skipped, halves, torch.int64)
         self.partial, self.own = torch.zeros(2, len(tiles), device=device).unbind()
@@ -234,10 +240,12 @@ class Tables:
         kernel[tiles.shape[0],](tiles=tiles, **more, **arguments, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8)
 
 
-def _roots(part: Part) -> list[int]:
-    """Where each slot's first root is; 0 if there is none."""
+def _roots(part: Part, one: Tensor) -> list[int]:
+    """Where each slot's first root is; 0 if there is none. SOAP has none to wait for: a ``one`` stands for it."""
     root = part.state.get("X0")
-    return [0] * part.n if root is None else [x.data_ptr() for x in root.unbind()]
+    if root is None:
+        return [one.data_ptr() if part.key.modes else 0] * part.n
+    return [x.data_ptr() for x in root.unbind()]
 
 
 def _table(rows: list[list[int]], device: torch.device) -> Tensor:

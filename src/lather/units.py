@@ -440,7 +440,7 @@ class Draft:
             ]
             tensors = [position[self.plan.blocks[i].param] if raw else number for i in part]
             found = [at for at in places if at is not None]
-            parts.append(Part(share.key, share.start, share.stop, banks[share.key], tensors, found))
+            parts.append(Part(**vars(share), bank=banks[share.key], tensors=tensors, places=found))
         return Fleet(parts, raw, self._lands(shares[0].key), graphs)
 
     def _slots(self, mail: Mail | None) -> dict[Piece, Slots]:

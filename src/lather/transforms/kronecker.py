@@ -94,7 +94,7 @@ class Kronecker(Preconditioner):
             order, group = len(modes_of(state)), ctx.group
             if group["root_device"] or group["refresh_delay"]:
                 return False
-            sizes = {state[f"X{i}"].shape[-1] for i in range(order) if is_full(state, i)}
+            sizes = {refreshed(state, i).shape[-1] for i in modes_of(state) if is_full(state, i)}
             able = (options.solver(group, d, ctx.alive.device, order).is_capturable for d in sizes)
             if ctx.exponent(order) and not all(able):
                 return False
