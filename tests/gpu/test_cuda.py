@@ -27,13 +27,14 @@ CASES = [
     {"factors": "packed", "large_dim": "diagonal"},
     {"factors": "packed", "graft": "sgd", "betas": (0.0, 1.0)},
     {"refresh": "staggered", "weight_decay": 0.1, "weight_decay_mode": "corrected"},
+    {"preconditioner": "kl", "root": "eigh", "refresh": "staggered"},
     {"preconditioner": "soap", "root": "eigh"},
     {"preconditioner": "soap", "graft": None, "root": "eigh", "factors": "packed", "refresh_delay": 1},
     {"preconditioner": "spectral"},
     {"preconditioner": "spectral", "graft": None, "beta3": 0.81, "polar": "polar_express", "polar_scale": "original"},
 ]
 
-SOAP = {"preconditioner": "soap", "graft": None}
+SOAP, KL = {"preconditioner": "soap", "graft": None}, {"preconditioner": "kl"}
 AVERAGED = [
     {"averaging": "schedule_free", "betas": (0.0, 0.99), "weight_decay": 0.1},
     {"averaging": "gpa", "averaging_beta": 0.2, "preconditioner": "spectral"},
@@ -94,7 +95,7 @@ def run_unsynchronised(opt, params, steps):
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("on_device", [False, True], ids=["", "rate on the device"])
-@pytest.mark.parametrize("options", [*CASES[:4], *CASES[-2:], SOAP, *AVERAGED])
+@pytest.mark.parametrize("options", [*CASES[:4], *CASES[-2:], SOAP, KL, *AVERAGED])
 def test_plain_steps_do_not_synchronise(options, on_device):
     opt, params, _ = make(**options | ({"lr": torch.tensor(0.05, device="cuda")} if on_device else {}))
     run(opt, params, 1, 5)
@@ -104,7 +105,7 @@ def test_plain_steps_do_not_synchronise(options, on_device):
 ROOTS = ["eigh", "newton", "higher_order", "qr", "track", "minimax", "auto"]
 
 
-@pytest.mark.parametrize("options", [*({"root": root} for root in ROOTS), SOAP], ids=str)
+@pytest.mark.parametrize("options", [*({"root": root} for root in ROOTS), SOAP, KL], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_resume_is_bitwise(options, dtype):
     opt, params, _ = make(dtype, **options)

@@ -16,6 +16,7 @@ from lather.reference import Reference
 SHAPES = [*8 * [(8, 16)], (12, 6, 3, 3), (9,), (10, 16)]
 GIVEN = {"lr": 0.05, "eps": 0.3, "max_preconditioner_dim": 16, "precondition_frequency": 2, "weight_decay": 0.1}
 STEPS, RANKS = 3, 2
+WAYS = [(sharded, method) for sharded in (False, True) for method in ("shampoo", "kl")]
 
 
 def drawn(seed):
@@ -28,17 +29,17 @@ def work(rank, path):
     tables.LARGEST = 150  # so that banks are divided
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=RANKS)
-    for sharded in (False, True):
-        torch.save(train(sharded), f"{path}/{rank}-{sharded}.pt")
+    for sharded, method in WAYS:
+        torch.save(train(sharded, method), f"{path}/{rank}-{sharded}-{method}.pt")
     dist.destroy_process_group()
 
 
-def train(sharded):
+def train(sharded, method):
     """Whole parameters after some steps, of plain tensors or of DTensors."""
     mesh = init_device_mesh("cpu", (RANKS,)) if sharded else None
     stored = (lambda x: distribute_tensor(x, mesh, [Shard(0)])) if sharded else (lambda x: x)
     params = [torch.nn.Parameter(stored(x)) for x in drawn(0)]
-    opt = lather.Shampoo(params, **GIVEN)
+    opt = lather.Shampoo(params, preconditioner=method, **GIVEN)
     for step in range(1, 1 + STEPS):
         for p, grad in zip(params, drawn(step), strict=True):
             p.grad = None if step == 2 and grad.dim() == 1 else stored(grad)
@@ -52,10 +53,12 @@ def train(sharded):
 
 def test_ranks_agree_with_the_twin(tmp_path):
     torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=RANKS)
-    twin = Reference(drawn(0), **GIVEN)
+    twins = {method: Reference(drawn(0), preconditioner=method, **GIVEN) for method in ("shampoo", "kl")}
     for step in range(1, 1 + STEPS):
-        twin.step([None if step == 2 and grad.dim() == 1 else grad for grad in drawn(step)])
+        for twin in twins.values():
+            twin.step([None if step == 2 and grad.dim() == 1 else grad for grad in drawn(step)])
     for rank in range(RANKS):
-        for sharded in (False, True):
-            for p, q in zip(torch.load(tmp_path / f"{rank}-{sharded}.pt"), twin.params, strict=True):
+        for sharded, method in WAYS:
+            params = torch.load(tmp_path / f"{rank}-{sharded}-{method}.pt")
+            for p, q in zip(params, twins[method].params, strict=True):
                 assert torch.linalg.vector_norm(p.double() - q) <= 1e-6 * torch.linalg.vector_norm(q)
