@@ -122,10 +122,10 @@ def mode_product(x: Tensor, factor: Tensor, mode: int, out: Tensor | None = None
         return torch.mul(x, factor.view(shape), out=out)
     if mode == x.dim() - 2 and mode > 0:  # symmetric, so the last mode multiplies from the right without a transpose
         rows = x.flatten(1, -2)
-        return torch.bmm(rows, factor, out=None if out is None else out.view(rows.shape)).view(x.shape)
+        return product(rows, factor, None if out is None else out.view(rows.shape)).view(x.shape)
     moved = x.movedim(mode + 1, 1)
-    product = torch.bmm(factor, unfold(x, mode)).view(moved.shape).movedim(1, mode + 1)
-    return product if out is None else out.copy_(product)
+    found = product(factor, unfold(x, mode)).view(moved.shape).movedim(1, mode + 1)
+    return found if out is None else out.copy_(found)
 
 
 def rotate(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
@@ -133,7 +133,16 @@ def rotate(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
     ``[n, d, ...]``: after as many of these as there are modes all are in their places, and nothing was copied."""
     n, *others, d = x.shape
     into = None if out is None else out.view(n, d, -1)
-    return torch.bmm(factor, x.reshape(n, -1, d).mT, out=into).view(n, d, *others)
+    return product(factor, x.reshape(n, -1, d).mT, into).view(n, d, *others)
+
+
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """``a [n, i, k]`` times ``b [n, k, j]``. That of a single row or column a CPU's library would round by the size of the stack."""
+    rows, columns = a.shape[1], b.shape[-1]
+    if a.is_cuda or 1 not in (rows, columns):
+        return torch.bmm(a, b, out=out)
+    found = torch.bmm(a.expand(-1, max(rows, 2), -1), b.expand(-1, -1, max(columns, 2)))[:, :rows, :columns]
+    return found.contiguous() if out is None else out.copy_(found)
 
 
 def symmetrize(a: Tensor) -> Tensor:

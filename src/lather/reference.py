@@ -110,9 +110,9 @@ def inverse_power(a: Tensor, e: float, eps: float) -> Tensor:
 
 
 def eigenbasis(a: Tensor) -> Tensor:
-    """The eigenvectors of a, one per column, of the largest eigenvalue first."""
+    """The eigenvectors of a, one per column, of the largest eigenvalue first; the axes if a is zero, as any basis is one of that."""
     vectors: Tensor = torch.linalg.eigh(a).eigenvectors
-    return vectors.flip(-1)
+    return vectors.flip(-1) if a.any() else torch.eye(len(a)).to(a)
 
 
 def best_quintic(low: float, high: float) -> tuple[float, float, float]:
@@ -384,15 +384,20 @@ class Reference:
                     self._put(block, roots)
 
     def _put(self, block: Block, roots: list[Tensor | None]) -> None:
-        """Put new roots to use. SOAP: the moment of a gradient with uncorrelated elements, in the first eigenbases; later it
-        follows eigenvectors that stay what they are and change places."""
+        """Put new roots to use. SOAP: as long as bases are axes, the moment becomes that of a gradient with uncorrelated elements
+        in the new ones; later it follows eigenvectors that stay what they are and change places."""
         if self.options["preconditioner"] == "soap":
-            if not all(factor.any() for factor in block.factors):
-                return  # no gradient yet: any basis would be one
-            for i, (old, new) in enumerate(zip(block.roots or [None] * len(roots), roots, strict=True)):
-                if new is not None and old is None:
-                    block.w = mode_product(block.w, i, new.T**2)
-                elif new is not None and old is not None:
+            before = block.roots or [None] * len(roots)
+            pairs = {
+                i: (torch.eye(len(new)).to(new) if old is None else old, new)
+                for i, (old, new) in enumerate(zip(before, roots, strict=True))
+                if new is not None
+            }
+            axes = all((old**2).amax(0).eq(1).all() for old, _ in pairs.values())
+            for i, (old, new) in pairs.items():
+                if axes:
+                    block.w = mode_product(block.w, i, (new.T @ old) ** 2)
+                else:
                     block.w = block.w.index_select(i, self._places(old, new))
         block.roots = roots
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lather
+from lather import linalg
 from lather.assign import greedy
 from lather.blocks import Block, Layout, Region, cut, merge_dims, pieces
 from lather.plan import GEOMETRY, Spec, make_plan
@@ -578,6 +579,22 @@ def test_staggered_blocks_are_due_once_per_period(frequency: int, start: int, da
     due = [t for t in range(1, start + 4 * frequency) if is_due(t, group, offset)]
     assert start <= due[0] < start + frequency
     assert all(b - a == frequency for a, b in itertools.pairwise(due))
+
+
+@pytest.mark.parametrize("shape", [(33,), (100,), (1, 70)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_single_column_is_rounded_alike_in_every_stack(shape: Shape, dtype: torch.dtype) -> None:
+    d = shape[-1]
+    factors, x = torch.randn(5, d, d, dtype=dtype), torch.randn(5, *shape, dtype=dtype)
+    mode = len(shape) - 1
+    for number in range(5):
+        alone = factors[number : number + 1].clone(), x[number : number + 1].clone()
+        assert torch.equal(
+            linalg.mode_product(x, factors, mode)[number], linalg.mode_product(alone[1], alone[0], mode)[0]
+        )
+        assert torch.equal(linalg.rotate(x, factors)[number], linalg.rotate(alone[1], alone[0])[0])
+    whole = linalg.mode_product(x, factors + factors.mT, mode)
+    torch.testing.assert_close(whole, torch.einsum("nij,n...j->n...i", factors + factors.mT, x))
 
 
 @given(st.integers(1, 12), st.integers(1, 30))

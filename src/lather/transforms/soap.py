@@ -17,6 +17,8 @@ from .kronecker import FULL, Index, Kronecker, first_factor, modes_of
 
 SAME = 0.999  # the square of a product of two eigenvectors from which on they are one
 ROUNDINGS = 64.0  # of a rotation, below which nothing is told from zero
+TF32 = 2.0**-10
+COARSE = 2.0  # the same where bases are kept in a coarser dtype, or products are made of coarser numbers
 
 
 @final
@@ -28,11 +30,11 @@ class Soap(Kronecker):
     State: factors ``L0, L1, ...`` and bases ``Q0, Q1, ...`` (identities until the first refresh, so until then it is Adam) of the
     full modes, and the second moment ``w``. A mode that is not full has neither: it is not rotated. Columns go by descending
     eigenvalue, whoever solves: an element of ``w`` belongs to ranks of eigenvalues, and stays when a basis is refreshed, except
-    that it follows vectors that stay and change places (:func:`places`). When bases are no longer identities it is moved,
-    ``w <- w x_i (Q_i^2)^T`` with squares of elements: the moment of rotated gradients whose elements are not correlated.
+    that it follows vectors that stay and change places (:func:`places`). When bases are no longer made of axes it is moved,
+    ``w <- w x_i (Q_i^T Q_i,old)^2`` with squares of elements: the moment of rotated gradients whose elements are not correlated.
 
     Where ``w`` should be zero, rotations leave what they round: so ``sqrt(w / bc2)`` counts as at least 64 roundings of its root
-    mean square over the block.
+    mean square over the block, or 2 of bases or products that are coarser.
     """
 
     begins_at_once: ClassVar[bool] = True
@@ -51,24 +53,22 @@ class Soap(Kronecker):
         self, solver: roots.RootSolver, a: Tensor, e: float, group: Mapping[str, Any], warm: State, exact: bool
     ) -> tuple[State, Tensor]:
         basis = roots.rescue_basis(a) if exact else roots.solve_basis(solver, a, warm)
-        return {"Q": basis.vectors}, basis.ok
+        seen = per_slot(a.flatten(1).any(1), a)  # any basis is one of a zero factor
+        return {"Q": torch.where(seen, basis.vectors, torch.eye(a.shape[-1], dtype=a.dtype, device=a.device))}, basis.ok
 
     def put(self, state: State, index: Index, new: Mapping[int, Tensor], ok: Tensor) -> None:
         w = state["w"][index]
         x = w.to(torch.promote_types(w.dtype, torch.float32))
-        for i in new:  # any basis is one of a zero factor, and would end what identities stand for
-            ok = ok & state[f"L{i}"][index].flatten(1).any(1)
-        first = ok
-        for i in new:
-            first = first & _is_identity(state[f"Q{i}"][index])
-        squares = [new[i].to(x.dtype).mT.square() if i in new else None for i in range(w.dim() - 1)]
-        moved, placed = rotated(x, squares), x
+        axes, placed, squares = ok, x, dict[int, Tensor]()
         for i, q in new.items():
-            old = places(state[f"Q{i}"][index].to(x.dtype), q.to(x.dtype))
+            old = state[f"Q{i}"][index]
+            axes = axes & _is_of_axes(old)
+            squares[i] = alike(old.to(x.dtype), q.to(x.dtype))
             shape = [len(x), *(1 for _ in w.shape[1:])]
             shape[i + 1] = -1
-            placed = placed.gather(i + 1, old.view(shape).expand_as(x))
-        fresh = torch.where(per_slot(first, w), moved, placed).to(w.dtype)
+            placed = placed.gather(i + 1, places(squares[i]).view(shape).expand_as(x))
+        moved = rotated(x, [squares.get(i) for i in range(w.dim() - 1)])
+        fresh = torch.where(per_slot(axes, w), moved, placed).to(w.dtype)
         state["w"][index] = torch.where(per_slot(ok, w), fresh, w)
         super().put(state, index, new, ok)
 
@@ -94,15 +94,21 @@ def bases(state: State, like: Tensor) -> list[Tensor | None]:
     return [None if q is None else q.to(like.dtype) for q in found]
 
 
-def places(old: Tensor, new: Tensor) -> Tensor:
-    """``[n, d]``: the column of ``old [n, d, d]`` that every column of ``new`` takes over from.
+def alike(old: Tensor, new: Tensor) -> Tensor:
+    """``[n, d, d]``: squares of the products of every column of ``new [n, d, d]`` with all of ``old``, of length 1."""
+    sizes = (new.square().sum(1), old.square().sum(1))  # which they do not quite have in a coarse dtype
+    return (new.mT @ old).square() / (sizes[0][:, :, None] * sizes[1][:, None, :])
+
+
+def places(squares: Tensor) -> Tensor:
+    """``[n, d]``: the old column that every new one takes over from, given how much they are :func:`alike`.
 
     That is the one with the same vector, if there is one; the others take what is left, in order.
 
-    >>> places(torch.eye(3)[None], torch.eye(3)[None][:, :, [0, 2, 1]])
+    >>> places(alike(torch.eye(3)[None], torch.eye(3)[None][:, :, [0, 2, 1]]))
     tensor([[0, 2, 1]])
     """
-    most, same = (new.mT @ old).square().max(-1)
+    most, same = squares.max(-1)
     stays = most > SAME
     taken = torch.zeros_like(same).scatter_add_(1, same, stays.long())
     left = (
@@ -129,12 +135,14 @@ def _denominator(state: State, dtype: torch.dtype, ctx: Context) -> Tensor:
     w = state["w"].to(dtype)
     root = (w / per_slot(ctx.factor_correction(), w)).sqrt_()
     if modes := modes_of(state):
-        rounding = max(torch.finfo(x).eps for x in (dtype, state[f"Q{modes[0]}"].dtype))
-        least = norms(root) * (ROUNDINGS * rounding / math.sqrt(root[0].numel()))
+        coarse = [torch.finfo(state[f"Q{modes[0]}"].dtype).eps]
+        coarse += [TF32] if w.is_cuda and not roots.are_products_exact() else []
+        rounding = max(ROUNDINGS * torch.finfo(dtype).eps, COARSE * max(coarse))
+        least = norms(root) * (rounding / math.sqrt(root[0].numel()))
         root = torch.maximum(root, per_slot(least, root))
     return root.add_(ctx.group["eps"])
 
 
-def _is_identity(q: Tensor) -> Tensor:
-    """``[n]`` of ``[n, d, d]``."""
-    return (q == torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)).flatten(1).all(1)
+def _is_of_axes(q: Tensor) -> Tensor:
+    """``[n]`` of ``[n, d, d]``: whether every column has one element, as in identities and permutations."""
+    return (q.square().amax(1) == 1).all(1)
