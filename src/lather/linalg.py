@@ -137,7 +137,7 @@ def rotate(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """``a [n, i, k]`` times ``b [n, k, j]``. That of a single row or column a CPU's library would round by the size of the stack."""
+    """``a [n, i, k]`` times ``b [n, k, j]``. A single row or column a CPU's library would round by the size of the stack."""
     rows, columns = a.shape[1], b.shape[-1]
     if a.is_cuda or 1 not in (rows, columns):
         return torch.bmm(a, b, out=out)

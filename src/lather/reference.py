@@ -110,7 +110,7 @@ def inverse_power(a: Tensor, e: float, eps: float) -> Tensor:
 
 
 def eigenbasis(a: Tensor) -> Tensor:
-    """The eigenvectors of a, one per column, of the largest eigenvalue first; the axes if a is zero, as any basis is one of that."""
+    """The eigenvectors of a, one per column, of the largest eigenvalue first; of zero, which has any, the axes."""
     vectors: Tensor = torch.linalg.eigh(a).eigenvectors
     return vectors.flip(-1) if a.any() else torch.eye(len(a)).to(a)
 
