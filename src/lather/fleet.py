@@ -149,6 +149,8 @@ class Fleet:
         tables, ctx = self._tables, Context(call.group, call.steps, self._buffers.alive)
         kind = self._load(call, ctx)
         contexts = partial(self._contexts, call)  # nearly never needed: graphs are replayed
+        if call.group["refresh_delay"]:
+            self._publish(call, contexts())  # first of all: factors of KL-Shampoo see the roots
         self._replay(("in", kind), lambda: self._take_in(kind, tables, call, contexts()))
         if not self._is_idle(ctx, call):
             self._refresh(kind, call, contexts())
@@ -316,8 +318,6 @@ class Fleet:
 
     def _refresh(self, kind: Kind, call: Call, contexts: Sequence[Context]) -> None:
         """Refresh what is due, in all parts at once."""
-        if call.group["refresh_delay"]:
-            self._publish(call, contexts)
         due: dict[int, list[int]] = {}
         for i, (part, first, ctx) in enumerate(zip(self.parts, self.firsts, contexts, strict=False)):
             if part.key.modes:
@@ -397,8 +397,10 @@ class Buffers:
         self.numbers = self._words[: len(NAMES)].view(torch.float64)
         self.bc2 = self.numbers[NAMES.index("bc2")]
         self.sources, self.weights, self.momenta = self._words[len(NAMES) :].view(3, tensors).unbind()
-        self.alive, self.scale, self.gain = torch.ones(3, n, device=device).unbind()
-        self.corrections = torch.ones(3, n, device=device)  # of the filter, the graft's moment, and factors
+        self.alive, self.scale, self.gain = torch.ones(3, n, dtype=torch.float32, device=device).unbind()
+        self.corrections = torch.ones(
+            3, n, dtype=torch.float32, device=device
+        )  # of the filter, the graft's moment, and factors
         self.active, self.started = (
             torch.ones(n, dtype=torch.uint8, device=device),
             torch.zeros(n, dtype=torch.uint8, device=device),

@@ -66,7 +66,7 @@ def gram(x: Tensor, mode: int) -> Tensor:
     if x.is_cuda and x.dim() > 3 and mode == x.dim() - 2:
         return _gram_of_columns(x.flatten(1, -2))
     u = unfold(x, mode)
-    return torch.bmm(u, u.mT)
+    return product(u, u.mT)
 
 
 def _gram_of_columns(x: Tensor) -> Tensor:
@@ -138,10 +138,10 @@ def rotate(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """``a [n, i, k]`` times ``b [n, k, j]``. A single row or column a CPU's library would round by the size of the stack."""
-    rows, columns = a.shape[1], b.shape[-1]
-    if a.is_cuda or 1 not in (rows, columns):
+    if a.is_cuda or 1 not in (a.shape[1], b.shape[-1]):
         return torch.bmm(a, b, out=out)
-    found = torch.bmm(a.expand(-1, max(rows, 2), -1), b.expand(-1, -1, max(columns, 2)))[:, :rows, :columns]
+    rows, columns = (2 if size == 1 else size for size in (a.shape[1], b.shape[-1]))
+    found = torch.bmm(a.expand(-1, rows, -1), b.expand(-1, -1, columns))[:, : a.shape[1], : b.shape[-1]]
     return found.contiguous() if out is None else out.copy_(found)
 
 

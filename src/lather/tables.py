@@ -203,11 +203,11 @@ class Tables:
         tiles[:, 2] = BLOCK * (torch.arange(len(tiles), device="cpu") - firsts.repeat_interleave(counts))
         slots = torch.empty(3, len(lines), dtype=torch.int64, device="cpu")
         slots[:2, order] = torch.stack([firsts, counts])
-        self._one = torch.ones((), device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
         slots[2] = torch.tensor([address for part in parts for address in _roots(part, self._one)], device="cpu")
         skipped = [part.bank.counts[0, i].data_ptr() for part in parts for i in range(part.start, part.stop)]
         self.slots, self.skipped = slots.to(device), from_host(skipped, halves, torch.int64)
-        self.partial, self.own = torch.zeros(2, len(tiles), device=device).unbind()
+        self.partial, self.own = torch.zeros(2, len(tiles), dtype=torch.float32, device=device).unbind()
         ends = starts(aligned.count(level) for level in LEVELS)
         bounds, tiles = [int(counts[:end].sum()) for end in ends], tiles.to(device)
         self._ranges = [
@@ -220,7 +220,7 @@ class Tables:
         found.sort(key=lambda jobs: len(jobs[0]))  # at the same time, few fit in before many but not after
         self.jobs = [(_table(jobs, device), rows, even) for jobs, rows, even in found if jobs]
         chunks, thin = _thin_jobs(parts, halves)
-        sums = torch.zeros(len(chunks), THIN, THIN, device=device)
+        sums = torch.zeros(len(chunks), THIN, THIN, dtype=torch.float32, device=device)
         self.thin = (_table(chunks, device), _table(thin, device), sums) if thin else None
 
     def launch(self, kernel: Any, sums: str | None, arguments: Mapping[str, Any]) -> None:

@@ -593,6 +593,9 @@ def test_a_single_column_is_rounded_alike_in_every_stack(shape: Shape, dtype: to
             linalg.mode_product(x, factors, mode)[number], linalg.mode_product(alone[1], alone[0], mode)[0]
         )
         assert torch.equal(linalg.rotate(x, factors)[number], linalg.rotate(alone[1], alone[0])[0])
+        assert torch.equal(linalg.gram(x, mode)[number], linalg.gram(alone[1], mode)[0])
+        columns = x.flatten(1)[:, :, None].repeat(1, 20, 1)  # of 660 to 2000 elements
+        assert torch.equal(linalg.gram(columns, 1)[number], linalg.gram(columns[number : number + 1].clone(), 1)[0])
     whole = linalg.mode_product(x, factors + factors.mT, mode)
     torch.testing.assert_close(whole, torch.einsum("nij,n...j->n...i", factors + factors.mT, x))
 

@@ -101,6 +101,26 @@ def test_agrees_with_the_twin(options):
     assert_close(params, twin.params)
 
 
+@pytest.mark.parametrize("method", ["shampoo", "kl", "soap"])
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16, torch.float64])
+def test_late_roots_and_the_default_dtype(method, default):
+    """Roots are published before anything is taken in, as factors of KL-Shampoo see them; the default dtype has no say."""
+    shapes = [(8, 8), (8, 8), (6, 4, 3)]
+    params = parameters(shapes)
+    given = {"preconditioner": method, "eps": 1e-3, "precondition_frequency": 4, "refresh_delay": 1}
+    opt, twin = pair(params, **given)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(default)
+        for step in range(1, 11):
+            grads = [grad.float() for grad in gradients(step, shapes)]
+            take(opt, params, grads)
+            twin.step(grads)
+    finally:
+        torch.set_default_dtype(before)
+    assert_close(params, twin.params, tolerance=2e-5)
+
+
 @pytest.mark.parametrize("options", [{"split": 3}, {"split": (2, 1, 9), "split_dim": 1}], ids=["rows", "columns"])
 def test_split(options):
     shapes = [(27, 12), (6, 12, 3), (27, 12)]
