@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments import harness, tasks, wikitext
-from experiments.recipes import Recipe
+from experiments.recipes import ALIKE, Recipe
 
 LR = 2e-3
 BASE = wikitext.SHAMPOO._replace(rates=(LR,))
@@ -99,11 +99,11 @@ def variations() -> Iterator[tuple[str, Recipe]]:
     yield from ((name, BASE.varied(options)) for name, options in (CANDIDATES | single | OTHERS).items())
     yield "averaging=schedule_free", BASE.varied(SCHEDULE_FREE, (1.0, 2.0))._replace(constant=True)
     for graft, factors in GRAFTS.items():
-        options = wikitext.ALIKE | {"graft": graft}
+        options = ALIKE | {"graft": graft}
         yield harness.spell(options), BASE.varied(options, factors)
     yield from ((name, BASE.varied(options)) for name, options in SLOW.items())
     for options in FIRST:
-        yield harness.spell(wikitext.ALIKE | options), BASE.varied(wikitext.ALIKE | options)
+        yield harness.spell(ALIKE | options), BASE.varied(ALIKE | options)
 
 
 EXPERIMENT = harness.Experiment(

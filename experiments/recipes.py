@@ -52,6 +52,9 @@ def sgd(model: nn.Module, lr: float, **options: Any) -> Optimizers:
     return [torch.optim.SGD(model.parameters(), lr=lr, fused=True, **options)]
 
 
+ALIKE = {"kinds": None}  # options with which lather treats all parameters alike
+
+
 def shampoo(model: nn.Module, lr: float, rules: Any = (), kinds: Any = NOTHING, **options: Any) -> Optimizers:
     """``lather.Shampoo(model)``, or with rules for parameters, other options for kinds, or with ``kinds=None`` all alike."""
     return [lather.Shampoo(lather.route(model, rules, kinds=kinds), lr=lr, **options)]

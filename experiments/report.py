@@ -419,10 +419,8 @@ SECTIONS: dict[str, tuple[Callable[..., list[str]], Callable[..., None]]] = {
 # The page.
 
 
-DEFAULTS = {
-    "shampoo@10": "default",
-    "shampoo@10 alike": "kinds=None",
-}  # of ablations, by their names in the first experiment
+# Of ablations, by their names in the first experiment.
+DEFAULTS = {"shampoo@10": "default", "shampoo@10 alike": "kinds=None"}
 
 
 def compared(name: str, path: pathlib.Path) -> list[Finished]:

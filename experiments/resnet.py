@@ -13,12 +13,11 @@ from __future__ import annotations
 import sys
 
 from experiments import harness, tasks
-from experiments.recipes import Recipe, from_sgd, powers, sgd
+from experiments.recipes import ALIKE, Recipe, from_sgd, powers, sgd
 
 COMMON = {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
 RATES = powers(0.1, 4)  # 0.1 to 0.8
 SHAMPOO = Recipe(from_sgd, COMMON, RATES)
-ALIKE = {"kinds": None}
 
 RECIPES = {
     "sgd": Recipe(sgd, COMMON, RATES),

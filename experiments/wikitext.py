@@ -14,14 +14,12 @@ from __future__ import annotations
 import sys
 
 from experiments import harness, tasks
-from experiments.recipes import Recipe, adamw, lather_muon, muon, powers, shampoo
+from experiments.recipes import ALIKE, Recipe, adamw, lather_muon, muon, powers, shampoo
 
 COMMON = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 RATES = powers(1e-3, 4)  # 1e-3 to 8e-3
 SHAMPOO = Recipe(shampoo, COMMON, RATES)
-KL = {"preconditioner": "kl"}
 SOAP = {"preconditioner": "soap", "graft": None}  # as its authors have it
-ALIKE = {"kinds": None}
 
 RECIPES = {
     "adamw": Recipe(adamw, COMMON, powers(5e-4, 4)),
@@ -30,7 +28,7 @@ RECIPES = {
     "lather-muon": Recipe(lather_muon, COMMON, RATES),
     "soap@10": SHAMPOO.varied({**SOAP, "precondition_frequency": 10}),
     "soap@10 alike": SHAMPOO.varied({**SOAP, "precondition_frequency": 10, **ALIKE}),
-    "kl@10": SHAMPOO.varied({**KL, "precondition_frequency": 10}),
+    "kl@10": SHAMPOO.varied({"preconditioner": "kl", "precondition_frequency": 10}),
     "shampoo@1": SHAMPOO.varied({"precondition_frequency": 1}),
     "shampoo@10": SHAMPOO.varied({"precondition_frequency": 10}),
     "shampoo@10 alike": SHAMPOO.varied({"precondition_frequency": 10, **ALIKE}),

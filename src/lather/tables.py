@@ -132,10 +132,8 @@ def divide(banks: Iterable[tuple[BankKey, int]], groups: Sequence[Group]) -> lis
         method = group["preconditioner"] if key.modes else None
         if method == "spectral" or not (fits and suits(key.device, key.dtype, group)):
             continue
-        alone = (
-            bool(key.modes) and options.elementwise(group) != group["graft"]
-        )  # what has no factors has another graft
-        alike = key.group, key.device, key.dtype, key.method == "adagrad", alone
+        graft = group["graft"] if key.modes else options.elementwise(group)  # a fleet has one
+        alike = key.group, key.device, key.dtype, key.method == "adagrad", graft
         most = max(1, LARGEST // math.prod(key.shape))
         for start in range(0, n, most):
             share = Share(key, start, min(start + most, n), by_torch=method in ("kl", "soap"))

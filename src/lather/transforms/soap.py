@@ -17,8 +17,8 @@ from .kronecker import FULL, Index, Kronecker, first_factor, modes_of
 
 SAME = 0.999  # the square of a product of two eigenvectors from which on they are one
 ROUNDINGS = 64.0  # of a rotation, below which nothing is told from zero
+COARSE = 2.0  # the same where bases are kept in a coarser dtype, or products are made of coarser numbers:
 TF32 = 2.0**-10
-COARSE = 2.0  # the same where bases are kept in a coarser dtype, or products are made of coarser numbers
 
 
 @final
@@ -53,8 +53,9 @@ class Soap(Kronecker):
         self, solver: roots.RootSolver, a: Tensor, e: float, group: Mapping[str, Any], warm: State, exact: bool
     ) -> tuple[State, Tensor]:
         basis = roots.rescue_basis(a) if exact else roots.solve_basis(solver, a, warm)
+        axes = roots.first_basis(1, a.shape[-1], a.dtype, a.device)["Q"]
         seen = per_slot(a.flatten(1).any(1), a)  # any basis is one of a zero factor
-        return {"Q": torch.where(seen, basis.vectors, torch.eye(a.shape[-1], dtype=a.dtype, device=a.device))}, basis.ok
+        return {"Q": torch.where(seen, basis.vectors, axes)}, basis.ok
 
     def put(self, state: State, index: Index, new: Mapping[int, Tensor], ok: Tensor) -> None:
         w = state["w"][index]
@@ -96,8 +97,10 @@ def bases(state: State, like: Tensor) -> list[Tensor | None]:
 
 def alike(old: Tensor, new: Tensor) -> Tensor:
     """``[n, d, d]``: squares of the products of every column of ``new [n, d, d]`` with all of ``old``, of length 1."""
-    sizes = (new.square().sum(1), old.square().sum(1))  # which they do not quite have in a coarse dtype
-    return (new.mT @ old).square() / (sizes[0][:, :, None] * sizes[1][:, None, :])
+    new, old = (
+        q / torch.linalg.vector_norm(q, dim=1, keepdim=True) for q in (new, old)
+    )  # a coarse dtype has rounded them
+    return (new.mT @ old).square()
 
 
 def places(squares: Tensor) -> Tensor:
@@ -111,11 +114,8 @@ def places(squares: Tensor) -> Tensor:
     most, same = squares.max(-1)
     stays = most > SAME
     taken = torch.zeros_like(same).scatter_add_(1, same, stays.long())
-    left = (
-        stays.long().argsort(dim=1, stable=True),
-        taken.argsort(dim=1, stable=True),
-    )  # new columns, and old ones for them
-    return torch.where(stays, same, torch.empty_like(same).scatter_(1, *left))
+    columns, left = (x.argsort(dim=1, stable=True) for x in (stays.long(), taken))  # new ones, and old ones for them
+    return torch.where(stays, same, torch.empty_like(same).scatter_(1, columns, left))
 
 
 def rotated(x: Tensor, factors: Sequence[Tensor | None]) -> Tensor:
