@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from statistics import mean
 from typing import Any, NamedTuple
 
 Row = dict[str, Any]
@@ -92,9 +93,12 @@ def first_seed(runs: list[Finished]) -> list[Finished]:
 
 
 def best_rate(runs: list[Finished], score: str) -> float | None:
-    """The learning rate whose run with the first seed ended lowest."""
-    sound = [f for f in first_seed(runs) if not f.diverged]
-    return min(sound, key=lambda f: f.looks[-1][score]).run.lr if sound else None
+    """Of the learning rates with the most seeds, the first among them, the one with the lowest mean end."""
+    sound = {f.run.lr for f in first_seed(runs)} - {f.run.lr for f in runs if f.diverged}
+    ends = {lr: [f.looks[-1][score] for f in runs if f.run.lr == lr] for lr in sound}
+    most = max(map(len, ends.values()), default=0)
+    means = {lr: mean(values) for lr, values in ends.items() if len(values) == most}
+    return min(means, key=means.__getitem__, default=None)
 
 
 def beyond(runs: list[Finished], score: str) -> float | None:

@@ -19,16 +19,21 @@ COMMON = {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
 RATES = powers(0.1, 4)  # 0.1 to 0.8
 SHAMPOO = Recipe(from_sgd, COMMON, RATES)
 
+OLD = {"betas": (0.0, 0.999)}  # the default before these experiments
+
 RECIPES = {
     "sgd": Recipe(sgd, COMMON, RATES),
     "shampoo@1": SHAMPOO.varied({"precondition_frequency": 1}),
-    "shampoo@1 alike": SHAMPOO.varied({"precondition_frequency": 1, **ALIKE}),
     "shampoo@10": SHAMPOO.varied({"precondition_frequency": 10}),
-    "shampoo@10 alike": SHAMPOO.varied({"precondition_frequency": 10, **ALIKE}),
-    "shampoo@10 alike, preconditioned decay": SHAMPOO.varied(
-        {"precondition_frequency": 10, **ALIKE, "weight_decay_mode": "l2"}
-    ),
     "shampoo@50": SHAMPOO.varied({"precondition_frequency": 50}),
+    "shampoo@1 alike": SHAMPOO.varied({"precondition_frequency": 1, **ALIKE}),
+    "shampoo@10 alike": SHAMPOO.varied({"precondition_frequency": 10, **ALIKE}),
+    "shampoo@10, beta2=0.999": SHAMPOO.varied({"precondition_frequency": 10, **OLD}),
+    "shampoo@1 alike, beta2=0.999": SHAMPOO.varied({"precondition_frequency": 1, **ALIKE, **OLD}),
+    "shampoo@10 alike, beta2=0.999": SHAMPOO.varied({"precondition_frequency": 10, **ALIKE, **OLD}),
+    "shampoo@10 alike, beta2=0.999, preconditioned decay": SHAMPOO.varied(
+        {"precondition_frequency": 10, **ALIKE, **OLD, "weight_decay_mode": "l2"}
+    ),
 }
 EXPERIMENT = harness.Experiment(
     name="resnet",

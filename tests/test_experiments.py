@@ -249,6 +249,14 @@ def test_the_next_learning_rate_is_beyond_an_edge(ends: dict[float, float | None
     assert log.beyond(runs, "bits") == rate
 
 
+def test_the_best_learning_rate_has_the_most_seeds_and_the_lowest_mean() -> None:
+    runs = [finished(1.0, 1.0), finished(2.0, 1.5), finished(4.0, 0.5)]
+    assert log.best_rate(runs, "bits") == 4.0
+    runs += [finished(1.0, 3.0, seed=1), finished(2.0, 1.5, seed=1)]
+    assert log.best_rate(runs, "bits") == 2.0
+    assert log.best_rate([*runs, finished(2.0, None, seed=2)], "bits") == 1.0
+
+
 def test_bracket_goes_uphill_until_both_sides_are_worse(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

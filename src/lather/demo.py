@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
     "SGD": lambda model, lr: torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True, weight_decay=5e-4),
 }
 # The lowest validation losses of `python -m lather demo --sweep`.
-LEARNING_RATES = {"lather": 0.032, "AdamW": 0.032, "SGD": 0.128}
+LEARNING_RATES = {"lather": 0.008, "AdamW": 0.032, "SGD": 0.128}
 COLORS = {"lather": "#0072b2", "AdamW": "#d55e00", "SGD": "#7a7a7a"}
 
 

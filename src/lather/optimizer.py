@@ -44,7 +44,7 @@ class Shampoo(torch.optim.Optimizer):
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float, float] = (0.9, 0.95),
         eps: float | None = None,
         weight_decay: float = 0.0,
         *,

@@ -182,7 +182,7 @@ class Option:
 
 OPTIONS: dict[str, Option] = {
     "lr": Option(1e-3, _lr, "learning rate; a number or a one-element tensor"),
-    "betas": Option((0.9, 0.999), _betas, "decay of the gradient filter and of the statistics; `betas[1] = 1` is the AdaGrad sum"),
+    "betas": Option((0.9, 0.95), _betas, "decay of the gradient filter and of the statistics; `betas[1] = 1` is the AdaGrad sum"),
     "beta3": Option(None, _optional(_number(0, 1)), "weight of the filtered gradient inside the direction; default `betas[0]`"),
     "eps": Option(None, _optional(_number(0, open_low=True)), "added to the eigenvalues of every factor, as `damping` says; for `\"soap\"`, to Adam's denominator; default 1e-12, for `\"kl\"` 1e-6, for `\"soap\"` 1e-8"),
     "damping": Option("absolute", _choice("absolute", "relative"), "`eps` as it is, or times each factor's size: its Schatten 4-norm, a bound of the largest eigenvalue"),

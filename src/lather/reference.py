@@ -16,7 +16,7 @@ from torch import Tensor
 
 # fmt: off
 DEFAULTS: dict[str, Any] = {
-    "lr": 1e-3, "betas": (0.9, 0.999), "beta3": None,  # None: betas[0]
+    "lr": 1e-3, "betas": (0.9, 0.95), "beta3": None,  # None: betas[0]
     "eps": None, "damping": "absolute", "bias_correction": True, "maximize": False,  # None: 1e-12, KL 1e-6, SOAP 1e-8
     "weight_decay": 0.0, "weight_decay_mode": "decoupled",
     "momentum": 0.0, "dampening": 0.0, "nesterov": False,

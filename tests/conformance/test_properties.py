@@ -260,6 +260,7 @@ def test_expanded_gradients(variant: str) -> None:
 # Known optimizers, and scale.
 
 NO_FILTER: Options = {"betas": (0.0, 0.999)}
+TORCHS: Options = {"betas": (0.9, 0.999)}  # the defaults of its Adam
 TORCH: list[tuple[type[torch.optim.Optimizer], Options, Options]] = [
     (torch.optim.SGD, {}, {"graft": "sgd", **NO_FILTER}),
     (
@@ -291,7 +292,7 @@ TORCH: list[tuple[type[torch.optim.Optimizer], Options, Options]] = [
         {"alpha": 0.9, "momentum": 0.8},
         {"graft": "rmsprop", "graft_beta2": 0.9, "momentum": 0.8, **NO_FILTER},
     ),
-    (torch.optim.Adam, {}, {}),
+    (torch.optim.Adam, {}, TORCHS),
     (torch.optim.Adam, {"betas": (0.8, 0.999)}, {"betas": (0.8, 1.0)}),
     (
         torch.optim.Adam,
@@ -299,8 +300,12 @@ TORCH: list[tuple[type[torch.optim.Optimizer], Options, Options]] = [
         {"betas": (0.8, 0.95), "graft_eps": 1e-6, "weight_decay": 0.1, "weight_decay_mode": "l2"},
     ),
     (torch.optim.AdamW, {"betas": (0.8, 0.95), "weight_decay": 0.1}, {"betas": (0.8, 0.95), "weight_decay": 0.1}),
-    (torch.optim.AdamW, {"weight_decay": 0.1}, {"weight_decay": 0.1, "weight_decay_mode": "corrected"}),
-    (torch.optim.AdamW, {"weight_decay": 0.1}, {"weight_decay": 0.1 * 0.02, "weight_decay_mode": "independent"}),
+    (torch.optim.AdamW, {"weight_decay": 0.1}, {"weight_decay": 0.1, "weight_decay_mode": "corrected", **TORCHS}),
+    (
+        torch.optim.AdamW,
+        {"weight_decay": 0.1},
+        {"weight_decay": 0.1 * 0.02, "weight_decay_mode": "independent", **TORCHS},
+    ),
 ]
 
 

@@ -54,6 +54,7 @@ def compare_with_torch(twin: Reference, opt: torch.optim.Optimizer, grad: Callab
 SGD, ADAGRAD, RMSPROP = torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop
 ADAM, ADAMW = torch.optim.Adam, torch.optim.AdamW
 NO_FILTER = {"betas": (0.0, 0.999)}
+TORCHS = {"betas": (0.9, 0.999)}  # the defaults of its Adam
 TORCH: list[Any] = [
     (SGD, {}, {"graft": "sgd", **NO_FILTER}),
     (SGD, {}, {"graft": None, **NO_FILTER}),
@@ -77,7 +78,7 @@ TORCH: list[Any] = [
         {"alpha": 0.95, "eps": 1e-8, "momentum": 0.8},
         {"graft": "rmsprop", "graft_beta2": 0.95, "momentum": 0.8, **NO_FILTER},
     ),
-    (ADAM, {}, {}),
+    (ADAM, {}, TORCHS),
     (ADAM, {"betas": (0.8, 0.999)}, {"betas": (0.8, 1.0)}),
     (
         ADAM,
@@ -85,8 +86,8 @@ TORCH: list[Any] = [
         {"betas": (0.8, 0.95), "graft_eps": 1e-6, "weight_decay": 0.1, "weight_decay_mode": "l2"},
     ),
     (ADAMW, {"betas": (0.8, 0.95), "weight_decay": 0.1}, {"betas": (0.8, 0.95), "weight_decay": 0.1}),
-    (ADAMW, {"weight_decay": 0.1}, {"weight_decay": 0.1, "weight_decay_mode": "corrected"}),
-    (ADAMW, {"weight_decay": 0.1}, {"weight_decay": 0.1 * 0.02, "weight_decay_mode": "independent"}),
+    (ADAMW, {"weight_decay": 0.1}, {"weight_decay": 0.1, "weight_decay_mode": "corrected", **TORCHS}),
+    (ADAMW, {"weight_decay": 0.1}, {"weight_decay": 0.1 * 0.02, "weight_decay_mode": "independent", **TORCHS}),
 ]
 
 

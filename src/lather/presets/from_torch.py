@@ -45,7 +45,7 @@ def from_sgd(
 
     | SGD | Shampoo |
     |---|---|
-    | the method | ``graft="sgd"``, ``betas=(0.0, 0.999)``: no filter, and factors averaged over some 1000 steps |
+    | the method | ``graft="sgd"``, ``betas=(0.0, 0.95)``: no filter, and factors averaged over some 20 steps |
     | ``lr``, ``momentum``, ``nesterov``, ``maximize`` | the same |
     | ``dampening`` | the same; the first momentum buffer, which torch does not dampen, is dampened too |
     | ``weight_decay`` | the same, with ``weight_decay_mode="decoupled"``: added to the direction, before momentum, as SGD adds it |
@@ -61,7 +61,7 @@ def from_sgd(
     >>> [opt.param_groups[0][name] for name in ("graft", "momentum", "weight_decay_mode")]
     ['sgd', 0.9, 'decoupled']
     """
-    return shampoo(dict(locals()), graft="sgd", betas=(0.0, 0.999), weight_decay_mode="decoupled")
+    return shampoo(dict(locals()), graft="sgd", betas=(0.0, 0.95), weight_decay_mode="decoupled")
 
 
 def from_adagrad(
