@@ -3,8 +3,8 @@
     python -m experiments.report              # prints the tables
     python -m experiments.report --write      # replaces those of the page, between its markers, and draws the plots
 
-The page has a pair of markers for every experiment; what has no log yet has nothing between them. The best learning rate is that
-with the lowest end of the first seed; means and deviations are over all seeds at it, and curves are means. Seconds are steps times
+The page has a pair of markers for every experiment; what has no log yet has nothing between them. The best learning rate is, of
+those with the most seeds, that with the lowest mean end; means and deviations are over all seeds at it, and curves are means. Seconds are steps times
 the mean of the steps after the first look, so that no one's compilation counts.
 """
 

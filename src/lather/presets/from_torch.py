@@ -178,7 +178,7 @@ def low_memory(params: Any, *arguments: Any, **options: Any) -> Shampoo:
     """:func:`from_adamw` with the smallest state that keeps its averages in float32.
 
     ``factors="packed"`` and ``root_dtype="bfloat16"``: 4 times a square parameter instead of 6 (AdamW has 2). Other recipes
-    take the same two options. Packing changes nothing; rounded roots cost a little quality (``benchmarks/README.md``).
+    take the same two options. Packing changes nothing, and no price of rounded roots in quality was found (``docs/results.md``).
     Large embeddings and heads cost most: :func:`route` gives them AdamW's state.
 
     >>> import torch, lather

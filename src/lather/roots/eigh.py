@@ -17,7 +17,8 @@ from .numerics import eye_like, normalize, power
 
 WORKERS = 8  # threads, each with a stream: one matrix leaves most of a GPU idle
 SMALL = 32  # up to this size the library itself works on a whole batch
-JACOBI = range(128, 513)  # sizes for which torch on CUDA takes Jacobi's method in float32, and one as fast in float64
+# Sizes for which torch on CUDA takes Jacobi's method in float32, but for smaller ones, and in float64 another that takes about as long.
+JACOBI = range(128, 513)
 
 
 @final
@@ -26,8 +27,8 @@ class Eigh(EigenSolver):
     """`A = Q diag(lambda) Q^T`, then `X = Q diag((lambda - min(lambda_min, 0) + eps)^(-e)) Q^T`.
 
     On a CPU, and on CUDA for sizes from 128 to 512, the work is done in float64. Elsewhere a slot whose decomposition fails,
-    or in float32 is inaccurate, is solved again in float64; only if that fails too it is not ok. One host read per call, to see
-    whether there are such slots (besides the error check inside `torch.linalg.eigh`). The residual is
+    or in float32 is inaccurate, is solved again in float64; only if that fails too it is not ok. One host read per call there, to
+    see whether there are such slots (besides the error check inside `torch.linalg.eigh`). The residual is
     `||Q diag(lambda) Q^T - A||_F / ||A||_F`.
 
     >>> Eigh()(16 * torch.eye(2).expand(1, 2, 2), e=0.25, eps=1e-12, state={}).value[0].diagonal()
@@ -53,8 +54,8 @@ class Eigh(EigenSolver):
 
 def _working(a: Tensor) -> Tensor:
     """In float64 where that costs little more: the eigenvectors of float32 are the largest error of a root, at condition 1e4
-    2e-4 where the rounding of `a` itself makes 3e-6. Those of Jacobi's method are so inaccurate that most are found wanting
-    and done again."""
+    2e-4 where the rounding of `a` itself makes 3e-6. Those of Jacobi's method are less accurate still, so that
+    many would have to be done again."""
     cheap = a.device.type == "cpu" or (a.is_cuda and a.shape[-1] in JACOBI)
     return a.double() if cheap else a
 
