@@ -4,8 +4,9 @@
     python -m experiments.report --write      # replaces those of the page, between its markers, and draws the plots
 
 The page has a pair of markers for every experiment; what has no log yet has nothing between them. The best learning rate is, of
-those with the most seeds, that with the lowest mean end; means and deviations are over all seeds at it, and curves are means. Seconds are steps times
-the mean of the steps after the first look, so that no one's compilation counts.
+those with the most seeds, that with the lowest mean end; means and deviations are over all seeds at it, and curves are means.
+Seconds are steps times the mean of the steps after the first look, so that no one's compilation counts; where all runs shared the
+device, of a short run in times.jsonl.
 """
 
 from __future__ import annotations
@@ -423,12 +424,22 @@ SECTIONS: dict[str, tuple[Callable[..., list[str]], Callable[..., None]]] = {
 DEFAULTS = {"shampoo@10": "default", "shampoo@10 alike": "kinds=None"}
 
 
+def timed(path: pathlib.Path) -> list[Finished]:
+    """The runs of a log. Those that shared the device have the time of a short run that did not, if there is one in times.jsonl."""
+    alone = [f for f in log.read(path.with_name("times.jsonl")) if not f.end.get("shared")]
+    times = {(f.run.task, f.run.optimizer): {"ms": f.end["ms"], "shared": False} for f in alone}
+    runs = log.read(path)
+    return [
+        f._replace(end=f.end | times.get((f.run.task, f.run.optimizer), {})) if f.end.get("shared") else f for f in runs
+    ]
+
+
 def compared(name: str, path: pathlib.Path) -> list[Finished]:
     """The runs of a log, and for ablations those that they are compared with, which are in the first experiment's."""
-    runs = log.read(path)
+    runs = timed(path)
     if name != "ablations":
         return runs
-    lengths, first = {f.run.length for f in runs}, log.read(path.with_name("wikitext.jsonl"))
+    lengths, first = {f.run.length for f in runs}, timed(path.with_name("wikitext.jsonl"))
     same = [f for f in first if f.run.lr == ablations.LR and f.run.length in lengths and f.run.optimizer in DEFAULTS]
     return [f._replace(run=f.run._replace(optimizer=DEFAULTS[f.run.optimizer])) for f in same] + runs
 

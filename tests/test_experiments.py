@@ -400,3 +400,19 @@ def test_what_is_new_in_lather_is_left_out_where_it_is_not(
 
 def experiment_adamw() -> recipes.Recipe:
     return EXPERIMENTS["wikitext"].recipes["adamw"]._replace(rates=(1e-3,))
+
+
+def test_runs_that_shared_the_device_have_the_time_of_one_that_did_not(tmp_path: pathlib.Path) -> None:
+    def write(name: str, optimizer: str, **end: object) -> None:
+        run = log.Run("wikitext", optimizer, 2e-3, 0, 4, "steps")
+        log.append(tmp_path / name, {"run": run.key, "attempt": "a", "step": 4, "bits": 1.0})
+        log.append(tmp_path / name, {"run": run.key, "attempt": "a", "end": "complete"} | run._asdict() | end)
+
+    write("wikitext.jsonl", "adamw", ms=50.0, shared=True)
+    write("wikitext.jsonl", "muon", ms=50.0, shared=True)
+    write("wikitext.jsonl", "shampoo@10", ms=10.0, shared=False)
+    write("times.jsonl", "adamw", ms=9.0, shared=False)
+    write("times.jsonl", "muon", ms=9.0, shared=True)
+    write("times.jsonl", "shampoo@10", ms=9.0, shared=False)
+    groups = report.best(report.timed(tmp_path / "wikitext.jsonl"), "bits")
+    assert {group.optimizer: group.end("ms") for group in groups} == {"adamw": 9.0, "muon": None, "shampoo@10": 10.0}
