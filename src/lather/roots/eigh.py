@@ -17,7 +17,7 @@ from .numerics import eye_like, normalize, power
 
 WORKERS = 8  # threads, each with a stream: one matrix leaves most of a GPU idle
 SMALL = 32  # up to this size the library itself works on a whole batch
-# Sizes for which torch on CUDA takes Jacobi's method in float32, but for smaller ones, and in float64 another that takes about as long.
+# Sizes for which torch on CUDA takes the method of Jacobi in float32 (smaller ones too), and in float64 one that is about as fast.
 JACOBI = range(128, 513)
 
 
