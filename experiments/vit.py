@@ -1,4 +1,4 @@
-"""A small vision transformer on CIFAR-10: AdamW, Muon, and Shampoo refreshed every 10 and 50 steps.
+"""A small vision transformer on CIFAR-10: AdamW, Muon, SOAP, KL-Shampoo, and Shampoo refreshed every 10 and 50 steps.
 
     python -m experiments.vit --data PATH --lr 1e-3 --bracket      # each at the best learning rate, 30 epochs
     python -m experiments.vit --data PATH --best --seeds 1 2       # then two seeds more at it
@@ -23,6 +23,7 @@ RECIPES = {
     "adamw": Recipe(adamw, COMMON, RATES),
     "muon": Recipe(muon, COMMON, powers(1e-3, 4)),
     "soap@10": SHAMPOO.varied({**SOAP, "precondition_frequency": 10}),
+    "kl@10": SHAMPOO.varied({"preconditioner": "kl", "precondition_frequency": 10}),
     "shampoo@10": SHAMPOO.varied({"precondition_frequency": 10}),
     "shampoo@50": SHAMPOO.varied({"precondition_frequency": 50}),
 }
