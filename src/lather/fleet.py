@@ -398,9 +398,8 @@ class Buffers:
         self.bc2 = self.numbers[NAMES.index("bc2")]
         self.sources, self.weights, self.momenta = self._words[len(NAMES) :].view(3, tensors).unbind()
         self.alive, self.scale, self.gain = torch.ones(3, n, dtype=torch.float32, device=device).unbind()
-        self.corrections = torch.ones(
-            3, n, dtype=torch.float32, device=device
-        )  # of the filter, the graft's moment, and factors
+        # Corrections are those of the filter, of the graft's moment, and of factors.
+        self.corrections = torch.ones(3, n, dtype=torch.float32, device=device)
         self.active, self.started = (
             torch.ones(n, dtype=torch.uint8, device=device),
             torch.zeros(n, dtype=torch.uint8, device=device),
