@@ -93,17 +93,20 @@ def first_seed(runs: list[Finished]) -> list[Finished]:
 
 
 def best_rate(runs: list[Finished], score: str) -> float | None:
-    """Of the learning rates with the most seeds, the first among them, the one with the lowest mean end."""
-    sound = {f.run.lr for f in first_seed(runs)} - {f.run.lr for f in runs if f.diverged}
-    ends = {lr: [f.looks[-1][score] for f in runs if f.run.lr == lr] for lr in sound}
-    most = max(map(len, ends.values()), default=0)
-    means = {lr: mean(values) for lr, values in ends.items() if len(values) == most}
-    return min(means, key=means.__getitem__, default=None)
+    """Of the learning rates with the most seeds, the first among them, the one with the lowest mean end; those of which no seed
+    diverged come first."""
+
+    def rank(lr: float) -> tuple[bool, int, float]:
+        ends = [f.looks[-1][score] for f in runs if f.run.lr == lr and not f.diverged]
+        return any(f.diverged for f in runs if f.run.lr == lr), -len(ends), mean(ends)
+
+    return min((f.run.lr for f in first_seed(runs) if not f.diverged), key=rank, default=None)
 
 
 def beyond(runs: list[Finished], score: str) -> float | None:
-    """The learning rate to try next if the best is at an edge of those that were tried, so that it may be beyond."""
-    tried, best = {f.run.lr for f in first_seed(runs)}, best_rate(runs, score)
+    """The learning rate to try next if the best of the first seed is at an edge of those that were tried, so may be beyond."""
+    runs = first_seed(runs)
+    tried, best = {f.run.lr for f in runs}, best_rate(runs, score)
     if not tried:
         return None
     if best == max(tried):

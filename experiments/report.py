@@ -425,12 +425,14 @@ DEFAULTS = {"shampoo@10": "default", "shampoo@10 alike": "kinds=None"}
 
 
 def timed(path: pathlib.Path) -> list[Finished]:
-    """The runs of a log. Those that shared the device have the time of a short run that did not, if there is one in times.jsonl."""
+    """The runs of a log. Where all seeds shared the device, with the time of a short run that did not, if times.jsonl has one."""
     alone = [f for f in log.read(path.with_name("times.jsonl")) if not f.end.get("shared")]
     times = {(f.run.task, f.run.optimizer): {"ms": f.end["ms"], "shared": False} for f in alone}
     runs = log.read(path)
+    known = {f.run._replace(seed=0) for f in runs if not f.end.get("shared")}
     return [
-        f._replace(end=f.end | times.get((f.run.task, f.run.optimizer), {})) if f.end.get("shared") else f for f in runs
+        f if f.run._replace(seed=0) in known else f._replace(end=f.end | times.get((f.run.task, f.run.optimizer), {}))
+        for f in runs
     ]
 
 

@@ -254,7 +254,10 @@ def test_the_best_learning_rate_has_the_most_seeds_and_the_lowest_mean() -> None
     assert log.best_rate(runs, "bits") == 4.0
     runs += [finished(1.0, 3.0, seed=1), finished(2.0, 1.5, seed=1)]
     assert log.best_rate(runs, "bits") == 2.0
-    assert log.best_rate([*runs, finished(2.0, None, seed=2)], "bits") == 1.0
+    assert log.beyond(runs, "bits") == 8.0  # where to look next is up to the first seed
+    runs.append(finished(2.0, None, seed=2))
+    assert log.best_rate(runs, "bits") == 1.0
+    assert log.best_rate([f for f in runs if f.run.lr == 2.0], "bits") == 2.0
 
 
 def test_bracket_goes_uphill_until_both_sides_are_worse(
@@ -403,14 +406,15 @@ def experiment_adamw() -> recipes.Recipe:
 
 
 def test_runs_that_shared_the_device_have_the_time_of_one_that_did_not(tmp_path: pathlib.Path) -> None:
-    def write(name: str, optimizer: str, **end: object) -> None:
-        run = log.Run("wikitext", optimizer, 2e-3, 0, 4, "steps")
+    def write(name: str, optimizer: str, seed: int = 0, **end: object) -> None:
+        run = log.Run("wikitext", optimizer, 2e-3, seed, 4, "steps")
         log.append(tmp_path / name, {"run": run.key, "attempt": "a", "step": 4, "bits": 1.0})
         log.append(tmp_path / name, {"run": run.key, "attempt": "a", "end": "complete"} | run._asdict() | end)
 
     write("wikitext.jsonl", "adamw", ms=50.0, shared=True)
     write("wikitext.jsonl", "muon", ms=50.0, shared=True)
     write("wikitext.jsonl", "shampoo@10", ms=10.0, shared=False)
+    write("wikitext.jsonl", "shampoo@10", seed=1, ms=50.0, shared=True)
     write("times.jsonl", "adamw", ms=9.0, shared=False)
     write("times.jsonl", "muon", ms=9.0, shared=True)
     write("times.jsonl", "shampoo@10", ms=9.0, shared=False)

@@ -148,7 +148,7 @@ class Fleet:
             self._tables = Tables(self.parts, call.scratch["halves"])
         tables, ctx = self._tables, Context(call.group, call.steps, self._buffers.alive)
         kind = self._load(call, ctx)
-        contexts = partial(self._contexts, call)  # nearly never needed: graphs are replayed
+        contexts = partial(self._contexts, call)  # needed to make graphs and for late roots
         if call.group["refresh_delay"]:
             self._publish(call, contexts())  # first of all: factors of KL-Shampoo see the roots
         self._replay(("in", kind), lambda: self._take_in(kind, tables, call, contexts()))

@@ -205,7 +205,7 @@ class Shampoo(torch.optim.Optimizer):
 
         >>> import torch, lather
         >>> model = torch.nn.Linear(8, 4)
-        >>> opt = lather.Shampoo(model.parameters(), lr=1e-2, betas=(0.0, 0.999), averaging="schedule_free")
+        >>> opt = lather.Shampoo(model.parameters(), lr=1e-2, betas=(0.0, 0.95), averaging="schedule_free")
         >>> opt.train()
         >>> model(torch.randn(16, 8)).square().mean().backward()
         >>> opt.step()

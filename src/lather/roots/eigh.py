@@ -18,7 +18,7 @@ from .numerics import eye_like, normalize, power
 WORKERS = 8  # threads, each with a stream: one matrix leaves most of a GPU idle
 SMALL = 32  # up to this size the library itself works on a whole batch
 # Sizes for which torch on CUDA takes the method of Jacobi in float32 (smaller ones too), and in float64 one that is about as fast.
-JACOBI = range(128, 513)
+IN_FLOAT64 = range(128, 513)
 
 
 @final
@@ -56,7 +56,7 @@ def _working(a: Tensor) -> Tensor:
     """In float64 where that costs little more: the eigenvectors of float32 are the largest error of a root, at condition 1e4
     2e-4 where the rounding of `a` itself makes 3e-6. Those of Jacobi's method are less accurate still, so that
     many would have to be done again."""
-    cheap = a.device.type == "cpu" or (a.is_cuda and a.shape[-1] in JACOBI)
+    cheap = a.device.type == "cpu" or (a.is_cuda and a.shape[-1] in IN_FLOAT64)
     return a.double() if cheap else a
 
 

@@ -136,7 +136,7 @@ def _denominator(state: State, dtype: torch.dtype, ctx: Context) -> Tensor:
     root = (w / per_slot(ctx.factor_correction(), w)).sqrt_()
     if modes := modes_of(state):
         coarse = [torch.finfo(state[f"Q{modes[0]}"].dtype).eps]
-        coarse += [TF32] if w.is_cuda and not roots.are_products_exact() else []
+        coarse += [TF32] if w.is_cuda and dtype == torch.float32 and not roots.are_products_exact() else []
         rounding = max(ROUNDINGS * torch.finfo(dtype).eps, COARSE * max(coarse))
         least = norms(root) * (rounding / math.sqrt(root[0].numel()))
         root = torch.maximum(root, per_slot(least, root))
