@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SECONDS = 600  # it takes 150 to 240 on one core
+SECONDS = 600  # it takes 90 to 160 on one core
 
 
 def measured() -> list[str]:

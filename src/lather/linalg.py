@@ -61,12 +61,17 @@ def unfold(x: Tensor, mode: int) -> Tensor:
     return x.movedim(mode + 1, 1).flatten(2) if x.dim() > 2 else x.unsqueeze(2)
 
 
-def gram(x: Tensor, mode: int) -> Tensor:
-    """``G G^T`` of the mode's unfolding: ``[n, d, d]``."""
+def gram(x: Tensor, mode: int, scale: float = 1.0) -> Tensor:
+    """``scale G G^T`` of the mode's unfolding: ``[n, d, d]``."""
     if x.is_cuda and x.dim() > 3 and mode == x.dim() - 2:
-        return _gram_of_columns(x.flatten(1, -2))
-    u = unfold(x, mode)
-    return product(u, u.mT)
+        found = _gram_of_columns(x.flatten(1, -2))
+    elif x.is_cuda and scale != 1:
+        u = unfold(x, mode)
+        return u.new_empty(len(u), u.shape[1], u.shape[1]).baddbmm_(u, u.mT, beta=0, alpha=scale)
+    else:
+        u = unfold(x, mode)
+        found = product(u, u.mT)
+    return found if scale == 1 else found.mul_(scale)
 
 
 def _gram_of_columns(x: Tensor) -> Tensor:
@@ -77,9 +82,10 @@ def _gram_of_columns(x: Tensor) -> Tensor:
     return torch.bmm(x.mT, x).view(n, parts, d, d).sum(1)
 
 
-def gram_diagonal(x: Tensor, mode: int) -> Tensor:
+def gram_diagonal(x: Tensor, mode: int, scale: float = 1.0) -> Tensor:
     """The diagonal of :func:`gram`: ``[n, d]``."""
-    return unfold(x, mode).square().sum(2)
+    found = unfold(x, mode).square().sum(2)
+    return found if scale == 1 else found.mul_(scale)
 
 
 def pack(a: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,18 @@ def interpret(set_: Callable[[Any, str, Any], None]) -> None:
     for module in (tables, fleet):
         for name, value in {"SIDE": 16, "DEPTH": 16, "REDUCE": 2}.items():
             set_(module, name, value)
+    _patch_once_per_launch(set_)
+
+
+def _patch_once_per_launch(set_: Callable[[Any, str, Any], None]) -> None:
+    """The interpreter puts its functions into triton.language at every call of a function of a kernel, which takes half of its
+    time. Here it does so at every launch, also for the functions that are Triton's own."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, everything = interpreter._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    set_(interpreter, "_patch_lang", lambda kernel: patch(everything))
+    set_(interpreter.InterpretedFunction, "__call__", lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs))
 
 
 _counted: set[str] = set()

@@ -25,10 +25,10 @@ class Kronecker(Preconditioner):
     """``L_i <- beta2 L_i + (1 - beta2) G_i G_i^T``, ``X_i = (L_i / bc2 + eps I)^(-e)``, ``P = u x_1 X_1 ... x_k X_k``.
 
     Under ``damping="relative"``, ``eps`` is times ``||(L_i / bc2)^2||_F^(1/2)``.
-    A ``"diagonal"`` mode keeps the diagonal of its factor only. State: factors ``L0, L1, ...``, roots ``X0, X1, ...`` (zero
-    until the first refresh) in ``root_dtype``, and what the solver keeps for a warm start, such as a basis ``Q0``. Roots are
-    ``[n, d, d]``, or ``[n, d]`` if diagonal; so are factors, except that with ``factors="packed"`` those of full modes are
-    lower triangles ``[n, d (d + 1) / 2]``.
+    A ``"diagonal"`` mode keeps the diagonal of its factor only. State: factors ``L0, L1, ...``, roots ``X0, X1, ...`` (not
+    positive until the first refresh) in ``root_dtype``, and what the solver keeps for a warm start, such as a basis ``Q0``.
+    Roots are ``[n, d, d]``, or ``[n, d]`` if diagonal; so are factors, except that with ``factors="packed"`` those of full
+    modes are lower triangles ``[n, d (d + 1) / 2]``.
     """
 
     def init(self, stack: Stack, group: Mapping[str, Any]) -> State:
@@ -51,18 +51,18 @@ class Kronecker(Preconditioner):
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
         beta2 = ctx.group["betas"][1]
         for i in modes_of(state):
-            factor, seen = state[f"L{i}"], self.seen_by(state, grad, i)
-            full = is_full(state, i)
-            new = gram(seen, i) if full else gram_diagonal(seen, i)
+            factor, full = state[f"L{i}"], is_full(state, i)
+            seen, scale = self.seen_by(state, grad, i)
+            new = gram(seen, i, scale) if full else gram_diagonal(seen, i, scale)
             new = pack(new) if full and factor.dim() == 2 else new
             if beta2 == 1:
                 factor.add_(new)
             else:
                 ema_(factor, new, ctx.weight(beta2))
 
-    def seen_by(self, state: State, grad: Tensor, mode: int) -> Tensor:
-        """The gradient whose products a mode's factor takes in."""
-        return grad
+    def seen_by(self, state: State, grad: Tensor, mode: int) -> tuple[Tensor, float]:
+        """The gradient whose products a mode's factor takes in, and what they are multiplied by."""
+        return grad, 1.0
 
     def batches(self, due: Sequence[Due], exact: bool = False) -> Iterator[Batch]:
         """Factors of one size are solved together, whatever block they belong to, in batches of bounded size."""
@@ -116,13 +116,13 @@ class Kronecker(Preconditioner):
         return u
 
 
-def _diagonal(x: Tensor) -> Tensor:
+def diagonal_of(x: Tensor) -> Tensor:
     return x.diagonal(dim1=1, dim2=2) if x.dim() == 3 else x
 
 
 def _is_root(x: Tensor) -> Tensor:
-    """``[n]``: a root is positive definite, so its first diagonal element tells it from the zero it starts as."""
-    return _diagonal(x)[:, 0] != 0
+    """``[n]``: a root is positive definite, so its first diagonal element tells it from what it starts as."""
+    return diagonal_of(x)[:, 0] > 0
 
 
 def _has_come(x: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ def _is_kept(fresh: State, kept: torch.dtype) -> Tensor | bool:
     if "X" not in fresh or fresh["X"].dtype == kept:
         return True
     rounded = fresh["X"].to(kept)
-    return rounded.isfinite().flatten(1).all(1) & (_diagonal(rounded) > 0).all(1)
+    return rounded.isfinite().flatten(1).all(1) & (diagonal_of(rounded) > 0).all(1)
 
 
 def _ridge(a: Tensor, group: Mapping[str, Any]) -> float | Tensor:
