@@ -69,14 +69,14 @@ OTHERS: dict[str, dict[str, Any]] = {
     **{f"preconditioner=kl,eps={eps:g}": {"preconditioner": "kl", "eps": eps} for eps in (1e-12, 1e-8, 1e-5)},
 }
 SCHEDULE_FREE = {"averaging": "schedule_free", "betas": (0.0, 0.95)}  # with no schedule but the warm-up
-# Other lengths of a step, so other learning rates: factors of LR. Directions without a graft are about as long as those of Muon
-# before its scale, those of SGD are as long as the gradient, and those of Adagrad shrink with the number of steps.
+# Other lengths of a step, so other learning rates: factors of LR. Directions of SGD are as long as the gradient, those of Adagrad
+# shrink with the number of steps.
 # All parameters have them alike: embeddings by Adam would want its learning rate.
 GRAFTS: dict[str | None, tuple[float, ...]] = {
     "rmsprop": (1.0,),
-    "adagrad": (4.0, 16.0),
-    "sgd": (256.0, 1024.0, 4096.0),
-    None: (4.0, 16.0, 64.0),
+    "adagrad": (1.0, 4.0, 16.0),
+    "sgd": (4.0, 16.0, 64.0, 256.0),
+    None: (0.25, 1.0, 4.0, 16.0),
 }
 # The first of all, when a model's kinds were not told apart.
 FIRST: list[dict[str, Any]] = [
