@@ -24,6 +24,7 @@ from .options import OPTIONS, STRUCTURAL
 from .plan import BankKey, Plan
 
 Views = dict[str, Tensor]
+MADE = "XQY"  # roles of what is made of factors: roots and bases, which may start as anything
 
 
 def key(role: str, block: int) -> str:
@@ -190,22 +191,23 @@ def _forward(
 
 
 def blank(banks: Iterable[Bank]) -> list[int]:
-    """Parameters that have blocks here, all of them as they were before the first step."""
+    """Parameters that have blocks here, all of them as they were before the first step: nothing has been summed up."""
     seen: dict[int, bool] = {}
     for bank in banks:
-        marks = [tensor.flatten(1).any(1).tolist() for tensor in bank.state.values()]
+        sums = [tensor for role, tensor in bank.state.items() if role[0] not in MADE]
+        marks = [tensor.flatten(1).any(1).tolist() for tensor in sums]
         for block, *used in zip(bank.blocks, *marks, strict=True):
             seen[block.param] = seen.get(block.param, False) or any(used) or not marks
     return [param for param, used in seen.items() if not used]
 
 
 def warn_of_blanks(banks: Iterable[Bank], steps: Sequence[int], name_of: Callable[[int], str]) -> None:
-    """torch fills a state that it gathered on one rank, and that lacks the others' blocks, with what is there: zeros."""
+    """torch fills a state that it gathered on one rank, and that lacks the others' blocks, with what a new optimizer has."""
     if found := [i for i in blank(banks) if steps[i] > 0]:
         warnings.warn(
-            f"the checkpoint has steps, but nothing but zeros for the blocks that this rank owns of {len(found)} parameters, "
-            f"{name_of(found[0])} the first; if it was gathered on one rank, by get_optimizer_state_dict(full_state_dict=True) for "
-            "instance, call opt.consolidate_state_dict() before that",
+            f"the checkpoint has steps, but nothing but zeros in the averages of the blocks that this rank owns of {len(found)} "
+            f"parameters, {name_of(found[0])} the first; if it was gathered on one rank, by "
+            "get_optimizer_state_dict(full_state_dict=True) for instance, call opt.consolidate_state_dict() before that",
             stacklevel=4,  # the line that called opt.load_state_dict()
         )
 

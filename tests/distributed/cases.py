@@ -444,14 +444,15 @@ def through_torchs_full_state(layout: str, case: Case) -> Stored:
     return run.advance(7, case.steps).stored()
 
 
-def from_a_gathered_state(layout: str) -> list[str]:
+def from_a_gathered_state(layout: str, method: str) -> list[str]:
     """What torch gathers on rank 0 has rank 0's blocks only: the warnings that each rank gives when it loads that."""
     from torch.distributed.checkpoint import state_dict as api
 
-    run = Run(layout, Case()).advance(1, 6)
+    case = Case({"preconditioner": method})
+    run = Run(layout, case).advance(1, 6)
     options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     gathered = api.get_optimizer_state_dict(run.model, run.opt, options=options)
-    again = Run(layout, Case())
+    again = Run(layout, case)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         api.set_optimizer_state_dict(again.model, again.opt, gathered if dist.get_rank() == 0 else {}, options=options)

@@ -86,8 +86,12 @@ class Kronecker(Preconditioner):
         if modes := modes_of(state):
             first = state[f"Y{modes[0]}"]
             index = index_of(slots, first.device)
-            come = _has_come(first[index])  # it has not if the delay was lengthened in between
+            come = self.has_come(first[index])  # it has not if the delay was lengthened in between
             self.put(state, index, {i: state[f"Y{i}"][index] for i in modes}, come)
+
+    def has_come(self, waiting: Tensor) -> Tensor:
+        """``[n]``: whether what waits to be put to use is there."""
+        return _is_root(waiting)
 
     def is_capturable(self, due: Sequence[Due]) -> bool:
         for state, _, ctx in due:
@@ -123,11 +127,6 @@ def diagonal_of(x: Tensor) -> Tensor:
 def _is_root(x: Tensor) -> Tensor:
     """``[n]``: a root is positive definite, so its first diagonal element tells it from what it starts as."""
     return diagonal_of(x)[:, 0] > 0
-
-
-def _has_come(x: Tensor) -> Tensor:
-    """``[n]``: neither roots nor bases have a first column of zeros, as they start."""
-    return (x[:, :1] if x.dim() == 2 else x[:, :, 0]).ne(0).any(1)
 
 
 def _write(to: Tensor, index: Index, value: Tensor, ok: Tensor, old: Tensor | None = None) -> None:

@@ -73,6 +73,9 @@ class Soap(Kronecker):
         state["w"][index] = torch.where(per_slot(ok, w), fresh, w)
         super().put(state, index, new, ok)
 
+    def has_come(self, waiting: Tensor) -> Tensor:
+        return waiting[:, :, 0].ne(0).any(1)  # zeros are no basis
+
     def follow(self, state: State, grad: Tensor, ctx: Context) -> None:
         square, beta2 = rotated(grad, _transposed(bases(state, grad))).square(), ctx.group["betas"][1]
         if beta2 == 1:
