@@ -84,7 +84,9 @@ def test_flat_parameters(use_orig_params: bool, pools: Pools) -> None:
     refused(pools[2].attempt(cases.flat_parameter, use_orig_params, timeout=10), "FSDP1", "fully_shard")
 
 
-@pytest.mark.parametrize(("layout", "method"), [("ddp2", "shampoo"), ("fsdp2", "shampoo"), ("ddp2", "kl"), ("ddp2", "soap")])
+@pytest.mark.parametrize(
+    ("layout", "method"), [("ddp2", "shampoo"), ("fsdp2", "shampoo"), ("ddp2", "kl"), ("ddp2", "soap")]
+)
 def test_a_state_without_this_ranks_blocks(layout: str, method: str, pools: Pools) -> None:
     """Torch fills what is missing with a new state before it loads, so it cannot be refused; but it is not silent."""
     first, second = pools[2].run(cases.from_a_gathered_state, layout, method)
