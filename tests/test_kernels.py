@@ -1,4 +1,4 @@
-"""Starts the tests of kernels in a process where Triton interprets them."""
+"""Kernels without a GPU: their tests in a process where Triton interprets them, and compiled for one that is not there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import lather
+from lather import tables
+from lather.roots import products
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 600  # it takes 90 to 160 on one core
@@ -22,7 +27,12 @@ def measured() -> list[str]:
     return ["-m", "coverage", "run", "--parallel-mode", f"--rcfile={ROOT / 'pyproject.toml'}"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which there is for Linux")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton, which there is for Linux"
+)
+
+
+@needs_triton
 def test_kernels_under_the_interpreter():
     job = subprocess.run(
         [
@@ -45,3 +55,50 @@ def test_kernels_under_the_interpreter():
         timeout=SECONDS,
     )
     assert job.returncode == 0 and " passed" in job.stdout, job.stdout + job.stderr
+
+
+@needs_triton
+def test_kernels_compile(monkeypatch, tmp_path):
+    """For an H100 or H200: the interpreter takes what the compiler would not. Nothing is launched, so results mean nothing."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from lather import kernels
+
+    kinds = {
+        torch.float32: "*fp32", torch.float64: "*fp64", torch.float16: "*fp16", torch.int64: "*i64", torch.uint8: "*u8",
+    }  # fmt: skip
+    compiled = set()
+
+    def compile_only(self, *args, grid, warmup, **given):
+        given |= dict(zip(self.arg_names, args, strict=False))
+        fixed = {p.name: given[p.name] for p in self.params if p.is_constexpr or given[p.name] is None}
+        types = {
+            name: "constexpr" if name in fixed else kinds[x.dtype] if isinstance(x, torch.Tensor)
+            else "fp32" if isinstance(x, float) else "i32"
+            for name, x in given.items() if name in self.arg_names
+        }  # fmt: skip
+        options = {name: x for name, x in given.items() if name not in self.arg_names}
+        source = ASTSource(self, {name: types[name] for name in self.arg_names}, constexprs=fixed)
+        triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        compiled.add(self.__name__)
+
+    suits = tables.suits
+    monkeypatch.setattr(tables, "suits", lambda device, *rest: suits("cuda", *rest))
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for shapes, options in (([(64, 64), (9,)], {"momentum": 0.5}), ([(8, 8, 3)], {"merge_dims": False})):
+        params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+        opt = lather.Shampoo(params, root="eigh", precondition_frequency=1, **options)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        opt.step()
+    x, one = torch.ones(1, 64, 64), torch.ones(1)
+    halves = products.encode(x, one)
+    products.combine(halves, halves, torch.ones(5, 1))
+    products.product(halves, halves, add=halves)
+    products.frobenius(halves)
+    products.decode(halves, one, 64)
+    every = {name for name, x in vars(kernels).items() if isinstance(x, triton.runtime.JITFunction) and name[0] != "_"}
+    assert compiled == every
