@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import threading
 from functools import partial
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lather
-from lather import aside, fleet, tables
+from lather import aside, fleet, roots, tables
 from lather.fleet import NAMES, Buffers, Call, Graphs
 from lather.plan import BankKey, Route
 from lather.tables import Place, Share, Tables, divide, place, scratch, starts
@@ -134,15 +135,34 @@ def test_methods_by_kernels_and_by_torch(method, graft, expected, monkeypatch):
 
 
 def test_only_cuda_has_fleets(monkeypatch):
-    monkeypatch.setattr(tables, "splits", lambda: True)
+    monkeypatch.setattr(tables, "has_kernels", lambda device: device.type == "cuda")
     group = GROUP | {"betas": (0.9, 0.999)}
     assert not tables.suits("cpu", "float32", group)
     assert tables.suits("cuda", "float32", group) and tables.suits("cuda:1", "bfloat16", group | {"beta3": 0.9})
     assert not tables.suits("cuda", "float64", group)
     assert not tables.suits("cuda", "float32", group | {"beta3": 0.5})
     assert not tables.suits("cuda", "float32", group | {"state_dtype": "bfloat16"})
-    monkeypatch.setattr(tables, "splits", lambda: False)
+    monkeypatch.setattr(tables, "has_kernels", lambda device: False)
     assert not tables.suits("cuda", "float32", group)
+
+
+def test_gpus_that_kernels_are_made_for(monkeypatch):
+    ask, gpu = roots.has_kernels.__wrapped__, torch.device("cuda:0")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert ask(gpu) and not ask(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, able in (((7, 5), False), ((8, 0), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert ask(gpu) is able
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not ask(gpu)
+    for memory, stages in (
+        ({"shared_memory_per_block_optin": 232448}, 3),
+        ({"shared_memory_per_block_optin": 101376}, 2),
+        ({}, 2),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=memory: SimpleNamespace(**found))
+        assert tables.stages.__wrapped__(gpu) == stages
 
 
 def test_scratch():

@@ -27,7 +27,7 @@ from .options import root_dtype
 from .roots import are_products_exact
 from .schedule import is_due
 from .store import Arena
-from .tables import DEPTH, REDUCE, SIDE, THIN, Group, Part, Tables, plane_of, scratch, starts
+from .tables import DEPTH, REDUCE, SIDE, THIN, Group, Part, Tables, plane_of, scratch, stages, starts
 from .transforms import Context, filter_correction
 
 # Numbers of a step that may change without a new kernel or graph, as kernels know them.
@@ -251,7 +251,7 @@ class Fleet:
         works: list[Callable[[], object]] = [
             partial(
                 kernels.gram[jobs.shape[0],], jobs, b.alive, b.scale, self._plane, b.numbers, HALVES=kind.halves, ROWS=rows,
-                EVEN=even, PACKED=packed, SIDE=SIDE, DEPTH=DEPTH, num_warps=8, num_stages=3,
+                EVEN=even, PACKED=packed, SIDE=SIDE, DEPTH=DEPTH, num_warps=8, num_stages=stages(self.device),
             )
             for jobs, rows, even in tables.jobs
         ]  # fmt: skip

@@ -57,15 +57,17 @@ def product_count(p: int) -> int:
 
 
 @lru_cache
-def splits() -> bool:
-    """Whether there is a compiler for the kernels."""
-    return importlib.util.find_spec("triton") is not None
+def has_kernels(device: torch.device) -> bool:
+    """Whether kernels run there: with Triton, on NVIDIA's GPUs from Ampere on. One that is not there, in a plan, counts as such."""
+    if device.type != "cuda" or torch.version.hip or importlib.util.find_spec("triton") is None:
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def is_split(x: Tensor) -> bool:
     """Whether products with this matrix are better done in halves."""
     fits = len(x) < 1 << 16 and x.shape[-1] < 1 << 15  # the grid of kernels, and what they count in 32 bits
-    return x.is_cuda and x.dtype == torch.float32 and fits and splits()
+    return x.dtype == torch.float32 and fits and has_kernels(x.device)
 
 
 def encode(x: Tensor, scale: Tensor) -> Tensor:
