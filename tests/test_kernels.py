@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import lather
-from lather import fleet, tables
+from lather import fleet, roots, tables
 from lather.roots import products
 
 ROOT = Path(__file__).parent.parent
@@ -73,27 +74,34 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     kinds = {
         torch.float32: "*fp32", torch.float64: "*fp64", torch.float16: "*fp16", torch.int64: "*i64", torch.uint8: "*u8",
     }  # fmt: skip
-    seen, small = set(), gpu != 90  # elsewhere those that need memory are looked at only
+    seen, loaded_ahead, small = set(), set(), gpu != 90  # elsewhere those that need memory are looked at only
 
     def compile_only(self, *args, grid, warmup, **given):
         seen.add(self.__name__)
         given |= dict(zip(self.arg_names, args, strict=False))
         if small and "num_stages" not in given:
             return
-        fixed = {p.name: given[p.name] for p in self.params if p.is_constexpr or given[p.name] is None}
-        types = {
-            name: "constexpr" if name in fixed else kinds[x.dtype] if isinstance(x, torch.Tensor)
-            else "fp32" if isinstance(x, float) else "i32"
-            for name, x in given.items() if name in self.arg_names
-        }  # fmt: skip
+        types, fixed, hints = {}, {}, {}
+        for i, p in enumerate(self.params):  # as they are told apart when kernels are launched
+            x = given[p.name]
+            address = x.data_ptr() if isinstance(x, torch.Tensor) else x
+            if p.is_constexpr or x is None or (isinstance(x, int) and x == 1):
+                types[p.name], fixed[p.name] = "constexpr", x
+                continue
+            types[p.name] = kinds[x.dtype] if isinstance(x, torch.Tensor) else "fp32" if isinstance(x, float) else "i32"
+            hints |= {(i,): [["tt.divisibility", 16]]} if isinstance(address, int) and address % 16 == 0 else {}
         options = {name: x for name, x in given.items() if name not in self.arg_names}
-        source = ASTSource(self, {name: types[name] for name in self.arg_names}, constexprs=fixed)
+        source = ASTSource(self, types, constexprs=fixed, attrs=hints)
         made = triton.compile(source, target=GPUTarget("cuda", gpu, 32), options=options)
         assert made.metadata.shared <= GPUS[gpu], self.__name__
+        loaded_ahead.update({self.__name__} if "cp.async" in made.asm["ptx"] else ())
 
-    suits = tables.suits
+    rule, suits = roots.stages.__wrapped__, tables.suits
+    memory = SimpleNamespace(shared_memory_per_block_optin=GPUS[gpu])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    for module in (fleet, products):
+        monkeypatch.setattr(module, "stages", lambda device: rule(torch.device("cuda")))
     monkeypatch.setattr(tables, "suits", lambda device, *rest: suits("cuda", *rest))
-    monkeypatch.setattr(fleet, "stages", lambda device: 3 if GPUS[gpu] >= tables.PLENTY else 2)
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for shapes, options in (([(256, 128), (9,)], {"momentum": 0.5}), ([(8, 8, 3)], {"merge_dims": False})):
@@ -111,3 +119,4 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     assert seen == {
         name for name, x in vars(kernels).items() if isinstance(x, triton.runtime.JITFunction) and name[0] != "_"
     }
+    assert {"gram", "symmetric"} <= loaded_ahead  # or what they take would say nothing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import threading
 from functools import partial
@@ -147,10 +146,14 @@ def test_only_cuda_has_fleets(monkeypatch):
 
 
 def test_gpus_that_kernels_are_made_for(monkeypatch):
-    ask, gpu = roots.has_kernels.__wrapped__, torch.device("cuda:0")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    ask, gpu = roots.has_kernels, torch.device("cuda:0")
+    monkeypatch.setattr(roots.products, "_has_triton", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert ask(gpu) and not ask(torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert ask(torch.device("cuda:1"))  # which is not there
     for capability, able in (((7, 5), False), ((8, 0), True), ((12, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert ask(gpu) is able
@@ -162,7 +165,7 @@ def test_gpus_that_kernels_are_made_for(monkeypatch):
         ({}, 2),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=memory: SimpleNamespace(**found))
-        assert tables.stages.__wrapped__(gpu) == stages
+        assert roots.stages.__wrapped__(gpu) == stages
 
 
 def test_scratch():

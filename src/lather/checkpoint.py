@@ -24,7 +24,9 @@ from .options import OPTIONS, STRUCTURAL
 from .plan import BankKey, Plan
 
 Views = dict[str, Tensor]
-MADE = "XQY"  # roles of what is made of factors: roots and bases, which may start as anything
+SUMMED = (
+    "Lmvw"  # roles that take in gradients and start as zeros: factors and moments; roots and bases are made of them
+)
 
 
 def key(role: str, block: int) -> str:
@@ -194,7 +196,7 @@ def blank(banks: Iterable[Bank]) -> list[int]:
     """Parameters that have blocks here, all of them as they were before the first step: nothing has been summed up."""
     seen: dict[int, bool] = {}
     for bank in banks:
-        sums = [tensor for role, tensor in bank.state.items() if role[0] not in MADE]
+        sums = [tensor for role, tensor in bank.state.items() if role[0] in SUMMED]
         marks = [tensor.flatten(1).any(1).tolist() for tensor in sums]
         for block, *used in zip(bank.blocks, *marks, strict=True):
             seen[block.param] = seen.get(block.param, False) or any(used) or not marks

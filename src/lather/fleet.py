@@ -24,10 +24,10 @@ from .aside import branching, side_by_side, stream_of
 from .bank import Refresh, amortised_of, due_slots, graft_of, is_alone, late_slots, refresh, started_slots
 from .linalg import from_host, holding
 from .options import root_dtype
-from .roots import are_products_exact
+from .roots import are_products_exact, stages
 from .schedule import is_due
 from .store import Arena
-from .tables import DEPTH, REDUCE, SIDE, THIN, Group, Part, Tables, plane_of, scratch, stages, starts
+from .tables import DEPTH, REDUCE, SIDE, THIN, Group, Part, Tables, plane_of, scratch, starts
 from .transforms import Context, filter_correction
 
 # Numbers of a step that may change without a new kernel or graph, as kernels know them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -24,7 +24,6 @@ from .transforms import State
 BLOCK = 4096  # elements of a tile
 REDUCE = 128  # tiles of a slot that are added up at a time
 SIDE, DEPTH = 128, 64  # tiles of a product, and how much of the sum they take at a time
-PLENTY = 160 << 10  # bytes that three tiles of a product fit into
 THIN = 16  # elements of a last mode, at most, of which kernels keep the factor
 CHUNK = 4096  # elements of a thin mode that are summed by one program
 LARGEST = 1 << 25  # elements of a fleet, unless one block has more; its buffers are as large
@@ -37,16 +36,6 @@ def suits(device: str, dtype: str, group: Group) -> bool:
     filtered = group["beta3"] is None or group["beta3"] == group["betas"][0]
     single = options.state_dtype(group) == torch.float32 and dtype in ("float32", "bfloat16", "float16")
     return filtered and single and has_kernels(torch.device(device))
-
-
-@lru_cache
-def stages(device: torch.device) -> int:
-    """How many tiles a kernel with products has on their way or in use. More than two hide how long loading takes, and need
-    more memory than a program has on GPUs for desktops, some 100 KB; on those for servers it has 160 KB or more."""
-    if not (device.type == "cuda" and torch.cuda.is_available()):
-        return 2
-    memory = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
-    return 3 if memory >= PLENTY else 2
 
 
 @dataclass(frozen=True)

@@ -224,3 +224,21 @@ def test_the_filter(options: str, beta3: float | None, dtype: torch.dtype) -> No
             assert not alive[i] or torch.equal(mine[0], out[i])
             assert torch.equal(part.state["m"][0], whole.state["m"][i])
             assert torch.equal(whole.state["m"][i], before["m"][i]) == (not alive[i])
+
+
+@pytest.mark.parametrize("method", ["shampoo", "kl", "soap"])
+def test_only_what_has_come_is_put_to_use(method: str) -> None:
+    """As if a refresh had failed, whose result then waits, and another one, that did not have to wait, had gone well."""
+    weight = torch.nn.Parameter(torch.randn(4, 6))
+    opt = lather.Shampoo([weight], preconditioner=method, precondition_frequency=2, refresh_delay=1)
+    for _ in range(3):
+        weight.grad = torch.randn(4, 6)
+        opt.step()
+    (bank,), rule = opt._banks, PRECONDITIONERS[method]
+    assert isinstance(rule, Preconditioner)
+    first = rule.init(bank.stack, opt.param_groups[0])
+    for i in (0, 1):
+        bank.state[f"Y{i}"].copy_(first[f"Y{i}" if method == "soap" else f"X{i}"])
+    before = {role: tensor.clone() for role, tensor in bank.state.items()}
+    rule.publish(bank.state, [0])
+    assert all(torch.equal(bank.state[role], tensor) for role, tensor in before.items())

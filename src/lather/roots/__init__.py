@@ -18,7 +18,7 @@ from .minimax import Minimax
 from .newton import Newton
 from .numerics import are_products_exact, power, products_in, relative_ridge
 from .polar import NewtonSchulz, Polar, PolarExpress, Svd
-from .products import has_kernels
+from .products import has_kernels, stages
 from .qr import Qr
 from .spec import POLARS, SOLVERS, parse, parse_polar, resolve, resolve_basis, spell
 from .track import Track
@@ -61,6 +61,7 @@ __all__ = [
     "solve",
     "solve_basis",
     "spell",
+    "stages",
 ]
 
 

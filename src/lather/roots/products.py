@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ..linalg import symmetrize
 
+ENOUGH = 160 << 10  # bytes of memory of a program, for three stages
+
 
 def product(
     x: Tensor, y: Tensor, alpha: float = 1.0, add: Tensor | None = None, beta: float = 0.0, diagonal: float = 0.0
@@ -56,12 +58,29 @@ def product_count(p: int) -> int:
     return p.bit_length() + p.bit_count() - 1
 
 
-@lru_cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether kernels run there: with Triton, on NVIDIA's GPUs from Ampere on. One that is not there, in a plan, counts as such."""
-    if device.type != "cuda" or torch.version.hip or importlib.util.find_spec("triton") is None:
+    """Whether kernels run there: with Triton, on NVIDIA's GPUs from Ampere on. A GPU that is not in use, as in a plan on paper, is
+    taken to be one of these."""
+    if device.type != "cuda" or torch.version.hip or not _has_triton():
         return False
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
+    used = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    known = used and (device.index or 0) < torch.cuda.device_count()
+    return not known or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@lru_cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@lru_cache
+def stages(device: torch.device) -> int:
+    """How far ahead a kernel with products loads its tiles. Three stages take 128 KiB on an A100 and 192 on an H200 of the memory
+    that a program has there, 163 and 227 KiB; two take half, as GPUs for desktops have 99."""
+    if device.type != "cuda":
+        return 2
+    memory = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return 3 if memory >= ENOUGH else 2
 
 
 def is_split(x: Tensor) -> bool:
@@ -132,6 +151,6 @@ def _product_of_halves(x: Tensor, y: Tensor, alpha: float, add: Tensor | None, b
     tiles, out = d // side * (d // side + 1) // 2, torch.empty_like(x)
     kernels.symmetric[n * tiles,](
         x, y, x if add is None else add, out, d, d * d, tiles, alpha, beta, diagonal,
-        ADD=add is not None, SIDE=side, DEPTH=64, num_warps=8 if side == 128 else 4, num_stages=3,
+        ADD=add is not None, SIDE=side, DEPTH=64, num_warps=8 if side == 128 else 4, num_stages=stages(x.device),
     )  # fmt: skip
     return out
