@@ -24,9 +24,7 @@ from .options import OPTIONS, STRUCTURAL
 from .plan import BankKey, Plan
 
 Views = dict[str, Tensor]
-SUMMED = (
-    "Lmvw"  # roles that take in gradients and start as zeros: factors and moments; roots and bases are made of them
-)
+SUMMED = "Lmvw"  # roles that take in gradients and start as zeros; roots and bases are made of these
 
 
 def key(role: str, block: int) -> str:

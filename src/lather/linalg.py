@@ -65,11 +65,10 @@ def gram(x: Tensor, mode: int, scale: float = 1.0) -> Tensor:
     """``scale G G^T`` of the mode's unfolding: ``[n, d, d]``."""
     if x.is_cuda and x.dim() > 3 and mode == x.dim() - 2:
         found = _gram_of_columns(x.flatten(1, -2))
-    elif x.is_cuda and scale != 1:
-        u = unfold(x, mode)
-        return u.new_empty(len(u), u.shape[1], u.shape[1]).baddbmm_(u, u.mT, beta=0, alpha=scale)
     else:
         u = unfold(x, mode)
+        if x.is_cuda and scale != 1:  # with no pass of its own for the scale
+            return u.new_empty(len(u), u.shape[1], u.shape[1]).baddbmm_(u, u.mT, beta=0, alpha=scale)
         found = product(u, u.mT)
     return found if scale == 1 else found.mul_(scale)
 
