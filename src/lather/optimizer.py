@@ -15,7 +15,7 @@ from .build import Built, build
 from .census import Item, Ranks, items_of
 from .exchange import Circle
 from .layout import check_parameter, is_stored, layout_of
-from .options import FLAGS, OPTIONS, check_options, check_values, closest, refuse_flags, whole, with_choices
+from .options import FLAGS, OPTIONS, check_options, check_values, hint, refuse_flags, whole, with_choices
 from .plan import BankKey, Plan, make_plan
 from .plan_report import PlanReport
 from .routing import route
@@ -124,8 +124,8 @@ class Shampoo(torch.optim.Optimizer):
         for name in [n for n in param_group if n not in OPTIONS and n not in ("params", "param_names", *OWN)]:
             if name in FLAGS:
                 refuse_flags({name: param_group.pop(name)})
-            elif guess := closest(name):
-                raise ValueError(f"param group has the unknown option {name!r}; did you mean {guess!r}?")
+            elif meant := hint(name):  # other names are the user's own, as in torch
+                raise ValueError(f"param group has the unknown option {name!r}{meant}")
         own = OPTIONS.keys() & set(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]

@@ -238,6 +238,16 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 FLAGS = ("foreach", "fused", "capturable", "differentiable", "amsgrad")  # of torch's optimizers, none of which we have
+# Arguments of presets, and the option that they become there; everywhere else they are mistakes.
+OF_PRESETS = {
+    "factor_eps": "eps",
+    "decoupled_weight_decay": "weight_decay_mode",
+    "ns_steps": "polar",
+    "ns_coefficients": "polar",
+    "adjust_lr_fn": "polar_scale",
+    "max_precond_dim": "max_preconditioner_dim",
+    "correct_bias": "bias_correction",
+}
 # Without effect where there are no roots. Plain numbers, such as eps, may stay when the method is changed.
 OF_ROOTS = (
     "root",
@@ -379,10 +389,12 @@ def whole(name: str, value: Any) -> int:
     return int(_count(1)(name, value))
 
 
-def closest(name: str) -> str | None:
-    """The option that an unknown keyword was probably meant to be."""
-    found = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.85)
-    return found[0] if found else None
+def hint(name: str) -> str:
+    """How a message about an unknown option goes on: what was probably meant, if that can be told."""
+    if name in OF_PRESETS:
+        return f"; in Shampoo it is {OF_PRESETS[name]!r}"
+    found = difflib.get_close_matches(name, (*OPTIONS, *OF_PRESETS), n=1, cutoff=0.85)
+    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def exponent(group: Mapping[str, Any], order: int) -> float:

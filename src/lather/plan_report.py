@@ -153,8 +153,7 @@ def plan(
     group = {name: option.default for name, option in options.OPTIONS.items()}
     for name in given:
         if name not in group:
-            guess = options.closest(name)
-            raise ValueError(f"unknown option {name!r}" + (f"; did you mean {guess!r}?" if guess else ""))
+            raise ValueError(f"unknown option {name!r}{options.hint(name)}")
     group |= given
     options.check_options(group)
     dtype = options.dtype_name("dtype", dtype)

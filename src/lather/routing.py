@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .options import OPTIONS, closest
+from .options import OF_PRESETS, OPTIONS, hint
 
 Options = Mapping[str, Any]
 Rules = Sequence[tuple[str | re.Pattern[str], Options]]
@@ -194,11 +194,8 @@ def _check_options(options: Any, where: str) -> None:
     if not isinstance(options, Mapping):
         raise ValueError(f"{where} has {options!r} for options; they must be a mapping such as {{'lr': 1e-4}}")
     for name in options:
-        if name not in OPTIONS and name != "factor_eps":
-            guess = closest(name)
-            raise ValueError(
-                f"{where} has the unknown option {name!r}" + (f"; did you mean {guess!r}?" if guess else "")
-            )
+        if name not in OPTIONS and name not in OF_PRESETS:  # whoever takes the groups refuses others' names
+            raise ValueError(f"{where} has the unknown option {name!r}{hint(name)}")
 
 
 def _matches(pattern: re.Pattern[str], item: _Named) -> bool:
@@ -217,8 +214,24 @@ def _unused(number: int, patterns: Sequence[re.Pattern[str]], found: Sequence[_N
         return f"{rule} has no effect: {before} comes first and takes all that it matches; put it before that"
     if not found:
         return f"{rule} matches no parameter: there are none at all"
-    names = [name for item in found for name in item.plain]
-    near = difflib.get_close_matches(
-        re.sub(r"[\\^$*+?()\[\]{}|]", "", patterns[number].pattern), names, n=3, cutoff=0.0
-    )
+    near = _nearest(patterns[number].pattern, [name for item in found for name in item.plain])
     return f"{rule} matches no parameter; the nearest names are " + ", ".join(map(repr, near))
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> list[str]:
+    """The three names of which a part comes closest to a pattern; of those that differ in numbers only, the first."""
+    matcher = difflib.SequenceMatcher(b=re.sub(r"\\[a-zA-Z]|[\\^$*+?()\[\]{}|]", "", pattern))
+
+    def likeness(text: str) -> float:
+        matcher.set_seq1(text)
+        return matcher.ratio()
+
+    def score(name: str) -> tuple[float, float]:
+        parts = name.split(".")
+        runs = (".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
+        return max(map(likeness, runs)), likeness(name)  # many have a last part such as "weight" in common
+
+    families: dict[str, str] = {}
+    for name in names:
+        families.setdefault(re.sub(r"\d+", "0", name), name)
+    return sorted(families.values(), key=score, reverse=True)[:3]

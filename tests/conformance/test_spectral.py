@@ -169,6 +169,16 @@ def test_each_step_is_the_best_for_its_interval() -> None:
     assert error < 2e-3
 
 
+def test_where_singular_values_end() -> None:
+    """What the class says of the default, rounded up."""
+    for steps, bound in ((5, "0.125"), (6, "0.0014")):
+        t = torch.linspace(1e-3, 1, 200001, dtype=torch.float64)
+        for a, b, c in PolarExpress(steps).quintics():
+            t = a * t + b * t**3 + c * t**5
+        assert 0.95 * float(bound) < (t - 1).abs().max().item() < float(bound)
+        assert f"within {bound}" in str(PolarExpress.__doc__)
+
+
 @pytest.mark.parametrize(("steps", "lower"), [(1, 0.5), (5, 1e-3), (8, 1e-3), (6, 1e-5)])
 def test_the_twin_finds_the_same_coefficients(steps: int, lower: float) -> None:
     ours, theirs = PolarExpress(steps, lower).quintics(), quintics("polar_express", steps, lower)

@@ -210,6 +210,18 @@ def test_groups() -> None:
     assert groups[0].keys() == {"params", "momentum", "ns_steps", "lr", "rule"}
 
 
+def test_groups_that_are_not_muons() -> None:
+    """They have the options of ``Shampoo``, momentum too, and no arguments of Muon."""
+    model = Model()
+    rules = [(r"qkv\.weight", {"preconditioner": "shampoo", "momentum": 0.5, "nesterov": True})]
+    opt = lather.muon(lather.route(model, rules, kinds={"norm": {"momentum": 0.25}}))
+    found = {group["param_names"][0]: (group["momentum"], group["nesterov"]) for group in opt.param_groups}
+    assert (found["qkv.weight"], found["norm.weight"]) == ((0.5, True), (0.25, False))
+    for name in ("ns_steps", "ns_coefficients", "adjust_lr_fn"):
+        with pytest.raises(ValueError, match=f"unknown option '{name}'"):
+            lather.muon(lather.route(model, kinds={"norm": {name: None}}))
+
+
 def test_groups_of_torchs_muon_can_be_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", newton_schulz)
     ours, theirs = parameters(MATRICES, torch.float64), parameters(MATRICES, torch.float64)

@@ -29,6 +29,8 @@ CASES: list[tuple[Make, type[optim.Optimizer], Options]] = [
     *((make, torch_class, {"lr": torch.tensor(0.02), "foreach": False}) for make, torch_class in PRESETS),
     *((make, torch_class, {"lr": 0.02, "foreach": True}) for make, torch_class in PRESETS),
     *((make, torch_class, {"lr": 0.02, "fused": True}) for make, torch_class in PRESETS),
+    *((make, torch_class, {"lr": 0.02, "weight_decay": torch.tensor(0.125)}) for make, torch_class in PRESETS),
+    (lather.from_sgd, optim.SGD, {"lr": 0.02, "dampening": 0.3}),
     (lather.from_sgd, optim.SGD, {"lr": 0.02, "momentum": 0.9}),
     (lather.from_sgd, optim.SGD, {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     (lather.from_adagrad, optim.Adagrad, {"lr": 0.05, "eps": 1e-3, "weight_decay": 0.1}),
@@ -115,6 +117,17 @@ def test_dampening() -> None:
     assert_close(ours, theirs)
 
 
+def test_dampening_without_momentum_does_nothing() -> None:
+    """It waits for groups that have momentum; those of torch can be taken over."""
+    params = parameters()
+    groups: list[Options] = [{"params": params[:2], "momentum": 0.8}, {"params": params[2:]}]
+    for given in (groups, optim.SGD(groups, lr=0.02, dampening=0.3).param_groups):
+        opt = lather.from_sgd(given, dampening=0.3)
+        assert [(group["momentum"], group["dampening"]) for group in opt.param_groups] == [(0.8, 0.3), (0, 0)]
+    with pytest.raises(ValueError, match=r"dampening=0\.3 has no effect"):
+        lather.Shampoo(params, dampening=0.3)
+
+
 def test_lr_decay_is_a_schedule() -> None:
     ours, theirs = parameters(), parameters()
     with pytest.raises(ValueError, match="LambdaLR") as caught:
@@ -193,6 +206,13 @@ def test_names() -> None:
         (lather.from_adamw, {"eps": 0.0}, "^eps=0.0 is not valid: it must be more than 0"),
         (lather.from_adamw, {"factor_eps": -1.0}, "^factor_eps=-1.0 is not valid"),
         (lather.from_adamw, {"lr": -1.0}, "^lr=-1.0 is not valid"),
+        (lather.from_adamw, {"weight_decay": torch.tensor(-1.0)}, "^weight_decay=-1.0 is not valid"),
+        (
+            lather.from_adagrad,
+            {"initial_accumulator_value": -1},
+            "^initial_accumulator_value=-1 is not valid: .* at least 0$",
+        ),
+        (lather.from_adagrad, {"lr_decay": -0.5}, "^lr_decay=-0.5 is not valid: .* at least 0$"),
         (lather.from_sgd, {"eps": 1e-6}, "has no effect with graft='sgd'"),
         (lather.from_sgd, {"nesterov": True}, "nesterov=True has no effect without momentum"),
     ],
@@ -203,6 +223,46 @@ def test_refused(make: Make, options: Options, words: str) -> None:
     if "differentiable" in options or "amsgrad" in options:
         with pytest.raises(ValueError, match=words):
             make([{"params": parameters(), **options}])
+
+
+FOREIGN: list[tuple[Make, Options, str]] = [
+    (lather.soap, {"factor_eps": 1e-3}, "'factor_eps'; in Shampoo it is 'eps'$"),
+    (lather.soap, {"decoupled_weight_decay": False}, "'decoupled_weight_decay'; in Shampoo it is 'weight_decay_mode'$"),
+    (lather.soap, {"ns_step": 3}, "'ns_step'; did you mean 'ns_steps'[?]$"),
+    (lather.muon, {"factor_eps": 1e-3}, "'factor_eps'; in Shampoo it is 'eps'$"),
+    (lather.muon, {"correct_bias": False}, "'correct_bias'; in Shampoo it is 'bias_correction'$"),
+    (lather.muon, {"weight_dcay": 0.1}, "'weight_dcay'; did you mean 'weight_decay'[?]$"),
+    (lather.from_adamw, {"ns_steps": 3}, "'ns_steps'; in Shampoo it is 'polar'$"),
+    (lather.from_sgd, {"max_precond_dim": 9}, "'max_precond_dim'; in Shampoo it is 'max_preconditioner_dim'$"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "words"), FOREIGN, ids=lambda x: getattr(x, "__name__", ""))
+def test_arguments_of_others(make: Make, options: Options, words: str) -> None:
+    with pytest.raises(TypeError, match=f"^there is no option {words}"):
+        make(parameters(), **options)
+    for groups in (
+        [{"params": parameters(), **options}],
+        [{"params": parameters()[:1]}, {"params": parameters(), **options}],
+    ):
+        with pytest.raises(ValueError, match=f"^param group has the unknown option {words}"):
+            make(groups)
+
+
+@pytest.mark.parametrize(
+    "name", ["factor_eps", "decoupled_weight_decay", "adjust_lr_fn", "max_precond_dim", "ns_coefficients"]
+)
+def test_arguments_of_presets_are_none_of_shampoo(name: str) -> None:
+    for params in ([{"params": parameters(), name: 1}], lather.route(nn.Linear(4, 3), [("weight", {name: 1})])):
+        with pytest.raises(ValueError, match=f"unknown option '{name}'; in Shampoo it is"):
+            lather.Shampoo(params)
+    opt = lather.muon(parameters())
+    with pytest.raises(ValueError, match=f"unknown option '{name}'; in Shampoo it is"):
+        opt.add_param_group({"params": parameters(), name: 1})
+    with pytest.raises(ValueError, match=f"unknown option '{name}'; in Shampoo it is"):
+        lather.plan({"w": (4, 3)}, **{name: 1})
+    opt.add_param_group({"params": parameters(), "mine": 1})  # as torch has it
+    assert opt.param_groups[-1]["mine"] == 1
 
 
 def test_bad_parameters() -> None:

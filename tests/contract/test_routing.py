@@ -1,6 +1,7 @@
 """Routing: which options a parameter gets, by its name and by its module."""
 
 import copy
+import inspect
 import io
 import math
 import pickle
@@ -193,6 +194,35 @@ def test_a_model_is_routed_by_kind(make: Any) -> None:
     assert decays["words.weight"] > 0 and decays["layers.0.qkv.weight"] == 0.1
 
 
+@pytest.mark.parametrize("make", [*PRESETS[1:-1], lather.soap, lather.muon], ids=lambda make: make.__name__)
+def test_rules_have_the_arguments_of_presets(make: Any) -> None:
+    """As if they were given for all parameters; those that do nothing here, or are refused, are none of them."""
+    refused = {"lr_decay", "initial_accumulator_value", "shampoo_beta", "normalize_grads", "data_format"}
+    refused |= {"foreach", "fused", "amsgrad", "capturable", "differentiable"}
+    given = {name: p.default for name, p in inspect.signature(make).parameters.items() if p.default is not p.empty}
+    for name in given.keys() & {"adamw", *refused}:
+        del given[name]
+    opt = make(lather.route(Model(), [(r"qkv\.weight", given)]))
+    assert opt.param_groups[1]["param_names"] == ["layers.0.qkv.weight", "layers.1.qkv.weight"]
+    assert without_params(opt.param_groups[1]) == without_params(opt.param_groups[0])
+
+
+def without_params(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def test_rules_go_by_whoever_takes_the_groups() -> None:
+    def routed(make: Any, options: dict[str, Any]) -> Any:
+        return make(lather.route(Model(), [(r"qkv\.weight", options)])).param_groups[1]
+
+    assert routed(lather.muon, {"ns_steps": 3, "momentum": 0.5})["polar"] == "newton_schulz(steps=3, eps=1e-07)"
+    assert routed(lather.soap, {"max_precond_dim": 4})["max_preconditioner_dim"] == 4
+    assert routed(lather.from_adam, {"decoupled_weight_decay": True})["weight_decay_mode"] == "decoupled"
+    assert routed(lather.from_adam, {"factor_eps": 0.25, "eps": 0.5})["eps"] == 0.25
+    with pytest.raises(ValueError, match="'max_precond_dim'; in Shampoo it is 'max_preconditioner_dim'"):
+        routed(lather.muon, {"max_precond_dim": 4})
+
+
 @pytest.mark.parametrize("method", ["shampoo", "soap", "kl", "spectral"])
 def test_without_a_graft_what_is_left_to_it_follows_adam(method: str) -> None:
     def methods(params: Any) -> dict[str, str]:
@@ -348,6 +378,7 @@ def test_bad_options(options: dict[str, Any], words: str) -> None:
         ([("qkv", {}), (r"qkv\.bias", {})], r"rule 2, 'qkv\\\\.bias', has no effect: rule 1 comes first"),
         ([("(", {})], "rule 1 has '\\(', which is no regular expression"),
         ([("qkv", {"weight_dcay": 0.0})], "rule 1 has the unknown option 'weight_dcay'; did you mean 'weight_decay'"),
+        ([("qkv", {"ns_step": 3})], "rule 1 has the unknown option 'ns_step'; did you mean 'ns_steps'"),
         ([("qkv", {"params": []})], "rule 1 has the unknown option 'params'"),
         ([("qkv", 3)], "rule 1 has 3 for options"),
         (["qkv"], "rule 1 is 'qkv'; it must be a pair"),
@@ -357,6 +388,24 @@ def test_bad_options(options: dict[str, Any], words: str) -> None:
 def test_bad_rules(rules: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         lather.route(Model(), rules)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        (r"qvk\.weight", ["layers.0.qkv.weight"]),
+        (r"layers\.1\.qvk", ["layers.0.qkv.bias", "layers.0.qkv.weight"]),
+        (r"layers\.\d+\.expert_", ["layers.0.experts"]),
+        (r"wrods", ["words.weight"]),
+    ],
+)
+def test_nearest_names(pattern: str, names: list[str]) -> None:
+    """A part of the name counts, wherever it is, and layers of a kind are shown once."""
+    with pytest.raises(ValueError, match="the nearest names are") as caught:
+        lather.route(Model(), [(pattern, {})])
+    near = re.findall(r"'([^']+)'", str(caught.value).partition("nearest names")[2])
+    assert sorted(near[: len(names)]) == names
+    assert len({re.sub(r"\d", "", name) for name in near}) == len(near) == 3
 
 
 def test_bad_kinds() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..optimizer import Shampoo
-from ..options import ARGUMENTS, OPTIONS, closest
+from ..options import ARGUMENTS, FLAGS, OPTIONS, hint
 from ..routing import route
 
 Carry = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -32,7 +32,7 @@ def from_sgd(
     lr: float | Tensor = 1e-3,
     momentum: float = 0,
     dampening: float = 0,
-    weight_decay: float = 0,
+    weight_decay: float | Tensor = 0,
     nesterov: bool = False,
     *,
     maximize: bool = False,
@@ -61,14 +61,21 @@ def from_sgd(
     >>> [opt.param_groups[0][name] for name in ("graft", "momentum", "weight_decay_mode")]
     ['sgd', 0.9, 'decoupled']
     """
-    return shampoo(dict(locals()), graft="sgd", betas=(0.0, 0.95), weight_decay_mode="decoupled")
+    given = dict(locals())
+
+    def settled(some: Mapping[str, Any]) -> dict[str, Any]:
+        """Without momentum dampening does nothing: in torch no mistake, so none here."""
+        both = {"momentum": momentum, "dampening": dampening} | dict(some)
+        return carry(both if both["momentum"] else both | {"dampening": 0})
+
+    return shampoo(given, settled, graft="sgd", betas=(0.0, 0.95), weight_decay_mode="decoupled")
 
 
 def from_adagrad(
     params: Any,
     lr: float | Tensor = 1e-2,
     lr_decay: float = 0,
-    weight_decay: float = 0,
+    weight_decay: float | Tensor = 0,
     initial_accumulator_value: float = 0,
     eps: float = 1e-10,
     foreach: bool | None = None,
@@ -97,7 +104,7 @@ def from_adagrad(
     >>> [opt.param_groups[0][name] for name in ("graft", "graft_eps", "betas")]
     ['adagrad', 1e-10, (0.0, 1.0)]
     """
-    return shampoo(dict(locals()), graft="adagrad", betas=(0.0, 1.0), weight_decay_mode="l2")
+    return shampoo(dict(locals()), carry, graft="adagrad", betas=(0.0, 1.0), weight_decay_mode="l2")
 
 
 def from_adam(
@@ -105,7 +112,7 @@ def from_adam(
     lr: float | Tensor = 1e-3,
     betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
     eps: float = 1e-8,
-    weight_decay: float = 0,
+    weight_decay: float | Tensor = 0,
     amsgrad: bool = False,
     *,
     foreach: bool | None = None,
@@ -135,7 +142,7 @@ def from_adam(
     >>> [opt.param_groups[0][name] for name in ("graft_eps", "eps", "weight_decay_mode")]
     [1e-06, 1e-10, 'l2']
     """
-    return shampoo(dict(locals()), graft="adam")
+    return shampoo(dict(locals()), carry, graft="adam")
 
 
 def from_adamw(
@@ -143,7 +150,7 @@ def from_adamw(
     lr: float | Tensor = 1e-3,
     betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
     eps: float = 1e-8,
-    weight_decay: float = 1e-2,
+    weight_decay: float | Tensor = 1e-2,
     amsgrad: bool = False,
     *,
     maximize: bool = False,
@@ -171,7 +178,7 @@ def from_adamw(
     >>> [opt.param_groups[0][name] for name in ("lr", "weight_decay", "graft", "precondition_frequency")]
     [0.0003, 0.1, 'adam', 20]
     """
-    return shampoo(dict(locals()), graft="adam", weight_decay_mode="decoupled")
+    return shampoo(dict(locals()), carry, graft="adam", weight_decay_mode="decoupled")
 
 
 def low_memory(params: Any, *arguments: Any, **options: Any) -> Shampoo:
@@ -189,15 +196,19 @@ def low_memory(params: Any, *arguments: Any, **options: Any) -> Shampoo:
     return from_adamw(params, *arguments, **{"factors": "packed", "root_dtype": "bfloat16"} | options)
 
 
-def shampoo(given: dict[str, Any], replaced: Carry | None = None, **recipe: Any) -> Shampoo:
+def shampoo(given: dict[str, Any], replaced: Carry, **recipe: Any) -> Shampoo:
     """``given`` are a preset's arguments by name: ``params``, those of its class, and ``options`` for what is not of that;
     ``replaced`` makes options of them, of param groups too."""
-    params, options, replaced = given.pop("params"), given.pop("options"), replaced or carry
+    params, options = given.pop("params"), given.pop("options")
+    return made(groups(params, replaced), recipe | replaced(given) | replaced(options))
+
+
+def made(params: Any, options: Mapping[str, Any]) -> Shampoo:
+    """``Shampoo``, unless there is an option that it does not have: no argument of the preset, which would have replaced it."""
     for name in options:
-        if name not in (*OPTIONS, *ARGUMENTS, *SAME_RESULT, *REFUSED, "factor_eps", "decoupled_weight_decay"):
-            guess = closest(name)
-            raise TypeError(f"there is no option {name!r}" + (f"; did you mean {guess!r}?" if guess else ""))
-    return Shampoo(groups(params, replaced), **recipe | replaced(given) | replaced(options))
+        if name not in (*OPTIONS, *ARGUMENTS, *FLAGS):
+            raise TypeError(f"there is no option {name!r}{hint(name)}")
+    return Shampoo(params, **options)
 
 
 def groups(params: Any, replaced: Carry) -> Any:
@@ -213,6 +224,8 @@ def carry(given: Mapping[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for name, value in given.items():
         if name in REFUSED:
+            if isinstance(value, (int, float)) and value < 0:
+                raise ValueError(f"{name}={value!r} is not valid: it must be at least 0")
             if value:
                 raise ValueError(f"{name}={value!r} is not supported: " + REFUSED[name].format(value=value))
         elif name == "eps":
@@ -221,6 +234,8 @@ def carry(given: Mapping[str, Any]) -> dict[str, Any]:
             options["eps"] = OPTIONS["eps"].check("factor_eps", value)
         elif name == "betas":
             options["betas"] = numbers(value)
+        elif name == "weight_decay":
+            options["weight_decay"] = number(value)
         elif name == "decoupled_weight_decay":
             options["weight_decay_mode"] = "decoupled" if value else "l2"
         elif name not in SAME_RESULT:
@@ -232,4 +247,8 @@ def numbers(betas: Any) -> Any:
     """Betas with tensors, which torch allows, as numbers."""
     if not isinstance(betas, (tuple, list)):
         return betas
-    return tuple(beta.item() if isinstance(beta, Tensor) else beta for beta in betas)
+    return tuple(map(number, betas))
+
+
+def number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value

@@ -12,7 +12,7 @@ from ..optimizer import Shampoo
 from ..options import OPTIONS
 from ..roots import NewtonSchulz
 from ..routing import is_kind, route
-from .from_torch import REFUSED, SAME_RESULT, carry
+from .from_torch import REFUSED, SAME_RESULT, carry, made
 
 MUON = (
     "momentum",
@@ -76,7 +76,7 @@ def muon(
     params, options = given.pop("params"), given.pop("options")
     given |= options
     groups = _muon_groups(route(params) if isinstance(params, nn.Module) else params, given, beside)
-    return Shampoo(groups, **_muon(given))
+    return made(groups, _muon(given))
 
 
 def _muon(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,9 +133,15 @@ def _muon_groups(params: Any, given: dict[str, Any], beside: dict[str, Any]) -> 
         if matrices or not others:
             found.append({"params": matrices} | _muon(given | own))
         if others:
-            carried = carry({name: value for name, value in own.items() if name not in MUON or name == "eps"})
-            found.append({"params": others, "preconditioner": None, "graft": "adam"} | BESIDE | beside | carried)
+            if _is_muons(group):  # and was divided by shape: what is Muon's is for its matrices
+                own = {name: value for name, value in own.items() if name not in MUON or name == "eps"}
+            found.append({"params": others, "preconditioner": None, "graft": "adam"} | BESIDE | beside | carry(own))
     return found
+
+
+def _is_muons(group: Mapping[str, Any]) -> bool:
+    """Whether Muon takes the matrices of a group."""
+    return bool(group.get("preconditioner", None if is_kind(group) else "spectral") == "spectral")
 
 
 def _sorted(group: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -146,8 +152,7 @@ def _sorted(group: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, 
     params = [params] if isinstance(params, Tensor) else list(params)
     if "param_names" in group:
         params = list(zip(group["param_names"], params, strict=True))
-    method = group.get("preconditioner", None if is_kind(group) else "spectral")
-    if method != "spectral":
+    if not _is_muons(group):
         return [], params
     least = 1 if options.get("precondition_1d") else 2
     flags = [_order(item, options.get("batch_dims", 0)) >= least for item in params]

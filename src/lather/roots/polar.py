@@ -115,7 +115,7 @@ class PolarExpress(_Products):
     """Polar Express (arXiv 2505.16932): in each step the quintic that brings all singular values closest to 1.
 
     The first is the best for `[lower, 1]`, the Frobenius norm being 1, each other one for the interval that the last has
-    left, made 1% longer so that rounding does no harm. With `lower = 1e-3` all from there on end within 0.124 of 1 after
+    left, made 1% longer so that rounding does no harm. With `lower = 1e-3` all from there on end within 0.125 of 1 after
     five steps and within 0.0014 after six; what is smaller ends smaller.
 
     >>> [round(x, 4) for x in PolarExpress().quintics()[0]]
