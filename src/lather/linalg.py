@@ -1,18 +1,25 @@
 """Pure functions on stacks ``[n, d1, ..., dk]``: one slot per block, modes counted from 0.
 
 On a CPU with one thread every function here gives a slot bitwise the same result whatever stack it is part of; ranks
-that hold different stacks rely on it.
+that hold different stacks rely on it. Torch's reductions and, but for ``pow``, elementwise functions do so by themselves. MKL, its
+BLAS and LAPACK, rounds by how far from a multiple of 64 bytes a matrix begins, and the slots of a stack begin differently unless
+they are of such a size. So whoever multiplies stacks calls :func:`product`, which fills sides up to multiples of 4, and whoever
+decomposes them :func:`factorize`, which takes those of other sides one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import cast, overload
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+ALIGNED = 64  # bytes
+SIDE = 4  # a matrix of float32 or float64 whose sides are multiples of it is a multiple of that
 
 
 @overload
@@ -141,13 +148,47 @@ def rotate(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
     return product(factor, x.reshape(n, -1, d).mT, into).view(n, d, *others)
 
 
-def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """``a [n, i, k]`` times ``b [n, k, j]``. A single row or column a CPU's library would round by the size of the stack."""
-    if a.is_cuda or 1 not in (a.shape[1], b.shape[-1]):
-        return torch.bmm(a, b, out=out)
-    rows, columns = (2 if size == 1 else size for size in (a.shape[1], b.shape[-1]))
-    found = torch.bmm(a.expand(-1, rows, -1), b.expand(-1, -1, columns))[:, : a.shape[1], : b.shape[-1]]
-    return found.contiguous() if out is None else out.copy_(found)
+def product(
+    a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = None, beta: float = 1.0, alpha: float = 1.0
+) -> Tensor:
+    """``a [n, i, k]`` times ``b [n, k, j]``; with ``add [n, i, j]``, ``alpha`` times that and ``beta add``."""
+    if not a.is_cpu:
+        return torch.bmm(a, b, out=out) if add is None else torch.baddbmm(add, a, b, beta=beta, alpha=alpha)
+    x, y = aligned(a), aligned(b)
+    found = torch.bmm(x, y) if add is None else torch.baddbmm(aligned(add), x, y, beta=beta, alpha=alpha)
+    if x is not a or y is not b:
+        found = found[:, : a.shape[1], : b.shape[2]].contiguous()
+    return found if out is None else out.copy_(found)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """On a CPU, ``[n, i, j]`` with zeros until both sides are multiples of 4, every slot at a multiple of 64 bytes; elsewhere
+    as it is. Zeros, which may change how a product is rounded, follow from the shape alone; a copy to another place does not."""
+    if not x.is_cpu:
+        return x
+    _, rows, columns = x.shape
+    if rows % SIDE or columns % SIDE:
+        return pad(x, (0, -columns % SIDE, 0, -rows % SIDE))
+    return x if x.stride(0) == rows * columns and x.data_ptr() % ALIGNED == 0 else x.clone()
+
+
+def matrix_power(x: Tensor, p: int) -> Tensor:
+    """``x^p`` of ``[n, d, d]`` for ``p >= 1``."""
+    if not x.is_cpu:
+        return cast(Tensor, torch.linalg.matrix_power(x, p))
+    if p == 1:
+        return x
+    half = matrix_power(x, p // 2)
+    square = product(half, half)
+    return product(square, x) if p % 2 else square
+
+
+def factorize(f: Callable[..., Sequence[Tensor]], *stacks: Tensor) -> Sequence[Tensor]:
+    """The tensors that a function of LAPACK's makes of stacks ``[n, i, j]``; a CPU works slot by slot in any case."""
+    if not (stacks[0].is_cpu and len(stacks[0]) and any(side % SIDE for x in stacks for side in x.shape[1:])):
+        return f(*stacks)
+    parts = [f(*(x[i : i + 1].clone() for x in stacks)) for i in range(len(stacks[0]))]
+    return [torch.cat(part) for part in zip(*parts, strict=True)]
 
 
 def symmetrize(a: Tensor) -> Tensor:

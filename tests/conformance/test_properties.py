@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,6 +59,11 @@ VARIANTS: dict[str, Options] = {
 every_variant = pytest.mark.parametrize("options", [BASE | o for o in VARIANTS.values()], ids=list(VARIANTS))
 every_graft = pytest.mark.parametrize("graft", ["sgd", "adagrad", "rmsprop", "adam", None])
 SHAPES: list[Shape] = [(7, 5), (3, 4, 2), (6,), (2, 1)]
+UNALIGNED: list[Shape] = [
+    (18, 5),
+    (10, 5),
+    (6, 25),
+]  # whole, slots of these begin at odd addresses, by which BLAS rounds
 
 
 def tensors(shapes: Iterable[Shape]) -> list[Tensor]:
@@ -109,6 +115,12 @@ def test_a_stack_of_n_is_n_stacks_of_one(shape: Shape, options: Options) -> None
     for i, mine in enumerate(together):
         (alone,) = train(start[i : i + 1], [row[i : i + 1] for row in grads], options)
         same(mine, alone)
+
+
+@every_variant
+@pytest.mark.parametrize("shape", UNALIGNED, ids=str)
+def test_a_slot_is_rounded_alike_in_every_place(shape: Shape, options: Options) -> None:
+    test_a_stack_of_n_is_n_stacks_of_one(shape, options | {"max_preconditioner_dim": 32, "precondition_frequency": 4})
 
 
 @every_variant
@@ -603,6 +615,57 @@ def test_a_single_column_is_rounded_alike_in_every_stack(shape: Shape, dtype: to
         assert torch.equal(linalg.gram(columns, 1)[number], linalg.gram(columns[number : number + 1].clone(), 1)[0])
     whole = linalg.mode_product(x, factors + factors.mT, mode)
     torch.testing.assert_close(whole, torch.einsum("nij,n...j->n...i", factors + factors.mT, x))
+
+
+def everywhere(f: Callable[..., Tensor], *matrices: Tensor) -> None:
+    """The same matrices in all slots of stacks, which may begin anywhere in memory: all slots of the result are the same."""
+    results = []
+    for n, offset in [(1, 0), (5, 0), (2, 1), (3, 4)]:
+        buffers = [torch.empty(offset + n * x.numel(), dtype=x.dtype) for x in matrices]
+        stacks = [b[offset:].view(n, *x.shape).copy_(x) for b, x in zip(buffers, matrices, strict=True)]
+        results += f(*stacks).unbind()
+    assert all(torch.equal(x, results[0]) for x in results)
+
+
+SIZES = [
+    (18, 5),
+    (10, 5),
+    (6, 25),
+    (64, 147),
+    (34, 8),
+    (2, 100),
+    (3, 19),
+    (33, 33),
+    (65, 127),
+    (64, 96),
+    (100, 1),
+    (1, 70),
+]
+
+
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_products_are_rounded_alike_in_every_place(shape: Shape, dtype: torch.dtype) -> None:
+    x, (left, right) = torch.randn(shape, dtype=dtype), (torch.randn(d, d, dtype=dtype) / d**0.5 for d in shape)
+    for mode, factor in enumerate((left, right)):
+        everywhere(lambda x, mode=mode: linalg.gram(x, mode, 0.3), x)
+        everywhere(lambda x, f, mode=mode: linalg.mode_product(x, f, mode), x, factor)
+    everywhere(linalg.rotate, x, right)
+    everywhere(lambda x, f: linalg.rotate(x, f.mT), x, right)
+    everywhere(lambda x, f: linalg.product(f, x, add=x, beta=0.3, alpha=0.7), x, left)
+    everywhere(lambda x: linalg.matrix_power(x, 6), left)
+    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
+    close(linalg.product(left[None], x[None], add=x[None], beta=0.3, alpha=0.7)[0], 0.3 * x + 0.7 * left @ x)
+    close(linalg.mode_product(x[None], right[None] + right.mT, 1)[0], x @ (right + right.mT))
+    close(linalg.matrix_power(left[None], 6)[0], torch.linalg.matrix_power(left, 6))
+
+
+@pytest.mark.parametrize("d", [1, 5, 7, 10, 18, 33, 64, 65, 127])
+@pytest.mark.parametrize("f", [torch.linalg.eigh, torch.linalg.qr, torch.linalg.cholesky_ex])
+def test_decompositions_are_rounded_alike_in_every_place(f: Callable[..., Sequence[Tensor]], d: int) -> None:
+    x = torch.randn(d, 2 * d, dtype=torch.float64)
+    everywhere(lambda a: linalg.factorize(f, a)[0], x @ x.mT)
+    everywhere(lambda a: linalg.factorize(f, a)[1], x @ x.mT)
 
 
 @given(st.integers(1, 12), st.integers(1, 30))

@@ -42,6 +42,7 @@ class Toy(nn.Module):
         self.up = nn.Linear(7, 13)
         self.down = nn.Linear(13, 7)
         self.twins = nn.ModuleList([nn.Linear(8, 12, bias=False) for _ in range(3)])
+        self.odd = nn.ModuleList([nn.Linear(5, 18, bias=False) for _ in range(3)])  # by sides, and so by alignment
         self.low = nn.Linear(3, 5, bias=False)
         self.flat = nn.Linear(5, 3, bias=False)  # the last of four ranks stores nothing of it
         self.conv = nn.Conv2d(3, 6, 3, bias=False)

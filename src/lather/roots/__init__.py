@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..linalg import symmetrize
+from ..linalg import product, symmetrize
 from .auto import NO_CHOICES, Choices, choose, chosen, decide, measure
 from .base import Basis, EigenSolver, Root, RootSolver, lift, settle
 from .eigh import Eigh
@@ -87,7 +87,7 @@ def rescue(a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -
     """Roots by eigh in float64. A basis `"Q"` in `state`, the warm start of a solver that gave up, becomes eigh's."""
     basis = Eigh().basis(a.double(), {})
     values = lift(basis.values, torch.ones_like(basis.values[:, :1, None]), eps)
-    value = symmetrize((basis.vectors * power(values, -e)[:, None, :]) @ basis.vectors.mT)
+    value = symmetrize(product(basis.vectors * power(values, -e)[:, None, :], basis.vectors.mT))
     value, ok = settle(value.to(a.dtype), basis.ok)
     if "Q" in state:
         state["Q"] = torch.where(ok[:, None, None], basis.vectors.to(a.dtype), state["Q"])

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..linalg import per_slot, symmetrize
+from ..linalg import matrix_power, per_slot, product, symmetrize
 from .base import Root, RootSolver
 from .numerics import eye_like, normalize, power
 
@@ -63,11 +63,11 @@ class Coupled(RootSolver):
         ratio, eps = fraction(e), per_slot(eps, a)
         a, scale = normalize(a, floor=eps)
         # ||A^2||_F^(1/2) >= lambda_max, tighter than ||A||_F; 1.01 covers its rounding.
-        z = 1.01 * torch.linalg.vector_norm(a @ a, dim=(1, 2), keepdim=True).sqrt()
+        z = 1.01 * torch.linalg.vector_norm(product(a, a), dim=(1, 2), keepdim=True).sqrt()
         ridge = torch.maximum(eps / scale, self.relative_eps * z)
         z = z + ridge
         x, error = self._iterate((a + ridge * eye_like(a)) / z, ratio.denominator)
-        x = torch.linalg.matrix_power(x, ratio.numerator)
+        x = matrix_power(x, ratio.numerator)
         back = power(z.squeeze(-1).double() * scale.squeeze(-1), -e).to(a.dtype)
         return Root(symmetrize(x) * back[:, :, None], error <= self.tolerance, error)
 
@@ -78,10 +78,10 @@ class Coupled(RootSolver):
         active = torch.ones_like(error, dtype=torch.bool)
         for _ in range(self.iterations):
             t = polynomial(terms, eye - m)
-            new_m = torch.linalg.matrix_power(t, p) @ m
+            new_m = product(matrix_power(t, p), m)
             new_error = _distance(new_m, eye)
             active = active & (new_error < SLACK * error)
-            x = torch.where(active[:, None, None], x @ t, x)
+            x = torch.where(active[:, None, None], product(x, t), x)
             m = torch.where(active[:, None, None], new_m, m)
             error = torch.where(active, new_error, error)
         return x, error
@@ -120,7 +120,7 @@ def polynomial(terms: list[float], r: Tensor) -> Tensor:
     eye = eye_like(r)
     t = terms[-2] * eye + terms[-1] * r
     for c in reversed(terms[:-2]):
-        t = c * eye + r @ t
+        t = c * eye + product(r, t)
     return t
 
 

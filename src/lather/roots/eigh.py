@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from ..linalg import symmetrize
+from ..linalg import factorize, product, symmetrize
 from .base import Basis, EigenSolver, Root, lift
 from .numerics import eye_like, normalize, power
 
@@ -44,7 +44,7 @@ class Eigh(EigenSolver):
         work, scale = normalize(_working(a))
         q, values, ok, residual = decompose(work)
         f = power(lift(values, scale, eps), -e).to(work.dtype)
-        return Root(symmetrize((q * f[:, None, :]) @ q.mT).to(a.dtype), ok, residual.to(a.dtype))
+        return Root(symmetrize(product(q * f[:, None, :], q.mT)).to(a.dtype), ok, residual.to(a.dtype))
 
     def _basis(self, a: Tensor, state: dict[str, Tensor]) -> Basis:
         work, scale = normalize(_working(a))
@@ -78,15 +78,16 @@ def _attempt(a: Tensor, bound: float) -> Basis:
     columns that the residual weighs least."""
     values, q = _eigh(a)
     size = torch.linalg.vector_norm(a, dim=(1, 2)).clamp(min=1.0)  # a normalised matrix is 0 or has norm >= 1
-    residual = torch.linalg.vector_norm((q * values[:, None, :]) @ q.mT - a, dim=(1, 2)) / size
-    skew = torch.linalg.vector_norm(q.mT @ q - eye_like(a), dim=(1, 2)) / a.shape[-1] ** 0.5
+    residual = torch.linalg.vector_norm(product(q * values[:, None, :], q.mT) - a, dim=(1, 2)) / size
+    skew = torch.linalg.vector_norm(product(q.mT, q) - eye_like(a), dim=(1, 2)) / a.shape[-1] ** 0.5
     return Basis(q, values, (residual <= bound) & (skew <= bound), residual)
 
 
 def _eigh(a: Tensor) -> tuple[Tensor, Tensor]:
     """Values (descending) and vectors. One failing matrix fails the batched call: then go one by one."""
     try:
-        values, q = _on_streams(a) if a.is_cuda and len(a) > 1 and a.shape[-1] > SMALL else torch.linalg.eigh(a)
+        many = a.is_cuda and len(a) > 1 and a.shape[-1] > SMALL
+        values, q = _on_streams(a) if many else factorize(torch.linalg.eigh, a)
     except LinAlgError:
         pairs = [_eigh_alone(a[i : i + 1]) for i in range(len(a))]
         values, q = (torch.cat(part) for part in zip(*pairs, strict=True))

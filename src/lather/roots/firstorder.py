@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..linalg import per_slot, symmetrize
+from ..linalg import per_slot, product, symmetrize
 from .base import lift
 from .numerics import power
 
@@ -46,8 +46,8 @@ def first_order(q: Tensor, s: Tensor, scale: Tensor, e: float, eps: float | Tens
     """
     values = lift(diagonal(s), scale, eps)
     y = q * power(values, -e / 2).to(q.dtype)[:, None, :]
-    z = y + y @ (correction(values, coupling(s, per_slot(eps, s) / scale), e) / 2)
-    return symmetrize(z @ z.mT)
+    z = y + product(y, correction(values, coupling(s, per_slot(eps, s) / scale), e) / 2)
+    return symmetrize(product(z, z.mT))
 
 
 def correction(values: Tensor, k: Tensor, e: float) -> Tensor:

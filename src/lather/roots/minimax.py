@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from .. import linalg
 from ..linalg import per_slot
 from .base import Root, RootSolver
 from .coupled import fraction, series
@@ -118,7 +119,7 @@ class Minimax(RootSolver):
         m, square = (a + ridge * eye) / z, (square + ridge * (2 * a + ridge * eye)) / z.square()
         step = self.steps(p)[0]
         x = self._compose(p, m, step.a * eye + step.b * m + step.c * square)
-        error = _residual(lambda y: x @ y, lambda y: m @ y, _signs(m), p)
+        error = _residual(partial(linalg.product, x), partial(linalg.product, m), _signs(m), p)
         back = power(z.squeeze(-1).double() * scale.squeeze(-1), -float(ratio)).to(a.dtype)
         return matrix_power(x, ratio.numerator) * back[:, :, None], error
 

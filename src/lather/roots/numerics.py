@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..linalg import product
+
 # Far below any ridge that matters, and still with a finite inverse and products of roots in float32.
 SMALLEST_RIDGE = 1e-30
 
@@ -110,7 +112,7 @@ def relative_ridge(a: Tensor, eps: float) -> Tensor:
     else:
         with full_precision(a.device):
             x, scale = normalize(a)
-            ridge = eps * _fourth_norm(x @ x) * scale.flatten()  # in this order the norm itself cannot overflow
+            ridge = eps * _fourth_norm(product(x, x)) * scale.flatten()  # in this order the norm itself cannot overflow
     return ridge.clamp(min=SMALLEST_RIDGE)
 
 

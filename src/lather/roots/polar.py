@@ -12,7 +12,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from ..linalg import norms, per_slot
+from ..linalg import aligned, norms, per_slot
 from .minimax import best_step
 from .numerics import all_finite, normalize
 
@@ -45,12 +45,13 @@ class Polar(ABC):
         size = torch.where(size > 0, size, 1.0)
         if self.eps:
             size = size.maximum(self.eps / c.flatten())
-        x = self._polar(x / per_slot(size, x))
-        return x.mT.contiguous() if tall else x
+        _, rows, columns = x.shape
+        x = self._polar(aligned(x / per_slot(size, x)))[:, :rows, :columns]  # zeros stay zeros
+        return (x.mT if tall else x).contiguous()
 
     @abstractmethod
     def _polar(self, x: Tensor) -> Tensor:
-        """For wide matrices of Frobenius norm 1, or less if that was below `eps`."""
+        """For wide matrices of Frobenius norm 1, or less if that was below `eps`; on a CPU as `linalg.aligned` makes them."""
 
 
 class _Products(Polar):

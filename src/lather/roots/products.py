@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .. import linalg
 from ..linalg import symmetrize
 
 ENOUGH = 160 << 10  # bytes of memory of a program, for three stages
@@ -29,7 +30,7 @@ def product(
     """
     if x.dtype == torch.float16:
         return _product_of_halves(x, y, alpha, add, beta, diagonal)
-    z = torch.baddbmm(x if add is None else add, x, y, beta=0.0 if add is None else beta, alpha=alpha)
+    z = linalg.product(x, y, add=x if add is None else add, beta=0.0 if add is None else beta, alpha=alpha)
     z = symmetrize(z)
     if diagonal:
         z.diagonal(dim1=1, dim2=2).add_(diagonal)

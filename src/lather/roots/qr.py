@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ..linalg import per_slot, symmetrize
+from ..linalg import factorize, per_slot, product, symmetrize
 from .base import Basis, EigenSolver, Root, lift, settle
 from .eigh import decompose
 from .firstorder import correction, coupling, diagonal, first_basis
@@ -65,8 +65,8 @@ class Qr(EigenSolver):
         values = lift(diagonal(s), scale, eps)
         h = eye_like(a) + correction(values, coupling(s, ridge, floor=a.shape[-1]), e)
         y = q * power(values, -e / 2).to(a.dtype)[:, None, :]
-        positive = torch.linalg.cholesky_ex(h).info == 0
-        return Root(symmetrize(y @ h @ y.mT), positive, residual)
+        positive = factorize(torch.linalg.cholesky_ex, h)[1] == 0
+        return Root(symmetrize(product(product(y, h), y.mT)), positive, residual)
 
     def _basis(self, a: Tensor, state: dict[str, Tensor]) -> Basis:
         a, scale = normalize(a)
@@ -98,15 +98,14 @@ class Qr(EigenSolver):
 def _round(a: Tensor, q: Tensor) -> Tensor:
     """One orthogonal iteration. `qr` keeps the spans of the leading columns, so they enter by descending
     Rayleigh quotient: a round then goes on from the last one, and in another order it would undo it."""
-    b = a @ q
+    b = product(a, q)
     order = (q * b).sum(1).argsort(dim=1, descending=True, stable=True)
-    new: Tensor = torch.linalg.qr(b.take_along_dim(order[:, None, :], 2))[0]
-    return new
+    return factorize(torch.linalg.qr, b.take_along_dim(order[:, None, :], 2))[0]
 
 
 def _project(a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """`q` and `q^T a q` with the diagonal in descending order."""
-    s = symmetrize(q.mT @ (a @ q))
+    s = symmetrize(product(q.mT, product(a, q)))
     order = diagonal(s).argsort(dim=1, descending=True, stable=True)
     s = s.take_along_dim(order[:, :, None], 1).take_along_dim(order[:, None, :], 2)
     return q.take_along_dim(order[:, None, :], 2), s

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ..linalg import symmetrize
+from ..linalg import factorize, product, symmetrize
 from .base import Basis, EigenSolver, Root, settle
 from .firstorder import coupling, diagonal, first_basis, first_order
 from .numerics import column, normalize
@@ -82,7 +82,7 @@ class Track(EigenSolver):
         for _ in range(self.iterations):
             q, mu = iterate(a, q, ridge)
         q = rotate(a, q, mu)
-        s = symmetrize(q.mT @ (a @ q))
+        s = symmetrize(product(q.mT, product(a, q)))
         # A tiny ridge makes couplings out of rounding; those between eigenvalues below d roundings say nothing.
         k = coupling(s, ridge, floor=a.shape[-1])
         residual = torch.linalg.vector_norm(k, dim=2).amax(1).nan_to_num(nan=torch.inf)
@@ -96,7 +96,7 @@ def iterate(a: Tensor, q: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
     Orthonormalising keeps the spans of the leading columns, so they enter by descending Rayleigh quotient: a round then
     goes on from the last one, and in another order it would undo it.
     """
-    b = a @ q
+    b = product(a, q)
     order = (q * b).sum(1).argsort(dim=1, descending=True, stable=True)
     rounding = torch.finfo(a.dtype).eps
     size = torch.linalg.vector_norm(b, dim=1, keepdim=True).amax(2, keepdim=True)
@@ -110,7 +110,7 @@ def iterate(a: Tensor, q: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
 
 def rotate(a: Tensor, q: Tensor, delta: Tensor) -> Tensor:
     """`orth(q (I + K))` for nearly orthonormal `q`; NaN where it was not even that."""
-    w = q + q @ jacobi(symmetrize(q.mT @ (a @ q)), delta)
+    w = q + product(q, jacobi(symmetrize(product(q.mT, product(a, q))), delta))
     new, pivot = cholesky_qr(w, 0.0)
     return new.masked_fill(~(pivot >= PIVOT)[:, None, None], torch.nan)
 
@@ -132,9 +132,13 @@ def cholesky_qr(b: Tensor, shift: float) -> tuple[Tensor, Tensor]:
 
     For unit columns a shift near one keeps the Cholesky from breaking down and takes up to two decades off the condition.
     """
-    g = b.mT @ b
+    g = product(b.mT, b)
     diagonal(g).add_(shift * b.shape[-1] * torch.finfo(b.dtype).eps)
-    lower = torch.linalg.cholesky_ex(g).L
+    lower = factorize(torch.linalg.cholesky_ex, g)[0]
     pivot = diagonal(lower).amin(1)
-    q: Tensor = torch.linalg.solve_triangular(lower.mT, b, upper=True, left=False)
+    (q,) = factorize(_solve, lower, b)
     return q, pivot * pivot.abs()
+
+
+def _solve(lower: Tensor, b: Tensor) -> tuple[Tensor]:
+    return (torch.linalg.solve_triangular(lower.mT, b, upper=True, left=False),)

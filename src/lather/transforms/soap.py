@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import roots
-from ..linalg import ema_, norms, per_slot, rotate
+from ..linalg import ema_, norms, per_slot, product, rotate
 from .base import Context, Stack, State
 from .kronecker import FULL, Index, Kronecker, first_factor, modes_of
 
@@ -103,7 +103,7 @@ def alike(old: Tensor, new: Tensor) -> Tensor:
     new, old = (
         q / torch.linalg.vector_norm(q, dim=1, keepdim=True) for q in (new, old)
     )  # a coarse dtype has rounded them
-    return (new.mT @ old).square()
+    return product(new.mT, old).square()
 
 
 def places(squares: Tensor) -> Tensor:
