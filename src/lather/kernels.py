@@ -1,4 +1,4 @@
-"""Triton kernels: what a step does elementwise, and symmetric products. Importing this needs Triton.
+"""Triton kernels: what a step does elementwise, symmetric products, and small Choleskys. Importing this needs Triton.
 
 Elementwise kernels work on *tiles*: pieces of one block, in any order, of any number of banks, listed in a table of
 int64 numbers on the device (columns ``SLOT`` to ``THIN``; addresses are in bytes, everything else counts elements). So one
@@ -476,3 +476,46 @@ def symmetric(
         mirror = rj[:, None] * d + ri[None, :]
         tl.store(out + slot + mirror, high.T)
         tl.store(out + slot + size + mirror, rest.T)
+
+
+@triton.jit
+def cholesky(a, factors, pivots, size, d, width, TILE: tl.constexpr):
+    """Of the first ``width`` rows and columns of matrices ``a``, ``size`` elements apart in rows of ``d``: ``L^T`` and ``L^{-1}``
+    for ``a = L L^T`` into ``factors [n, 2, TILE, TILE]``, and the squares of the diagonal of ``L``. From where ``a`` is not
+    positive definite all is NaN.
+
+    Elimination with ``a = U^T D U``: on the diagonal and above it ``x`` becomes ``D U``, and what that clears below has room for
+    ``U^{-T}``, whose rows are the same combinations of those of the identity."""
+    slot = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, TILE)
+    r, c = index[:, None], index[None, :]
+    one = tl.where(r == c, 1.0, 0.0)
+    x = tl.load(a + slot * size + r * d + c, (r < width) & (c < width), one)
+    for k in range(0, width):
+        row = tl.sum(tl.where(r == k, x, 0.0), 0)[None, :]
+        factor = tl.sum(tl.where(c == k, x, 0.0), 1)[:, None] * (1 / tl.sum(tl.where(c == k, row, 0.0)))
+        x = tl.where(r > k, tl.where(c == k, -factor, x - factor * row), x)
+    found = tl.sum(tl.where(r == c, x, 0.0), 1)
+    tl.store(pivots + slot * d + index, found, index < width)
+    scale, at = tl.sqrt_rn(found)[:, None], factors + (slot * 2 * TILE + r) * TILE + c
+    tl.store(at, tl.where(r <= c, x, 0.0) / scale)
+    tl.store(at + TILE * TILE, tl.where(r > c, x, one) / scale)
+
+
+@triton.jit
+def substitute(y, factors, out, size, d, rows, width, TILE: tl.constexpr, ROWS: tl.constexpr):
+    """``out = y L^{-T}`` for matrices ``[n, rows, width]``, ``size`` elements apart in rows of ``d``; the factors are those of
+    :func:`cholesky`.
+
+    A product with an inverse leaves a residual in proportion to the condition of ``L``, which may be more than a Schur complement
+    survives; a second one, with the residual, takes it down to rounding."""
+    slot = tl.program_id(0).to(tl.int64)
+    r, c = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
+    upper = tl.load(factors + (slot * 2 * TILE + r) * TILE + c)
+    inverse = tl.load(factors + ((slot * 2 + 1) * TILE + c) * TILE + r)  # transposed
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    at, inside = slot * size + row * d + c, (row < rows) & (c < width)
+    value = tl.load(y + at, inside, 0.0)
+    q = tl.dot(value, inverse, input_precision="ieee")
+    q = tl.dot(value - tl.dot(q, upper, input_precision="ieee"), inverse, q, input_precision="ieee")
+    tl.store(out + at, q, inside)

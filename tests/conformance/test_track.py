@@ -271,7 +271,7 @@ class Reads(TorchDispatchMode):
 
 @TRACKS
 def test_nothing_is_read_back(solver):
-    """There is one path for all devices, so what holds here holds on a GPU. Cold, warm, failing, and for the basis."""
+    """All devices share this path, but for the Choleskys of GPUs (tests/kernels). Cold, warm, failing, and for the basis."""
     a = Moving(9, 4).a.float()
     state = cold(solver, a)
     with Reads() as reads:

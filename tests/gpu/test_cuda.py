@@ -15,6 +15,7 @@ import torch
 import lather
 from lather.reference import Reference
 from lather.roots import auto
+from lather.roots.track import cholesky_qr
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -183,6 +184,22 @@ def test_matmul_precision_is_left_alone_and_roots_stay_accurate():
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("d", [1, 33, 100, 768])
+def test_choleskys_by_tiles(d):
+    """As in float64, which goes through torch's Cholesky; also as a graph, and a slot that breaks down stays alone."""
+    b = torch.linalg.qr(torch.randn(3, d, d, device="cuda"))[0] + 0.3 / d**0.5 * torch.randn(3, d, d, device="cuda")
+    want, least = cholesky_qr(b.double(), 0.0)
+    b[1] = 0
+    cholesky_qr(b, 0.0)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q, pivot = cholesky_qr(b, 0.0)
+    graph.replay()
+    assert (pivot > 0).tolist() == [True, False, True]
+    torch.testing.assert_close(pivot[::2].double(), least[::2], rtol=1e-3, atol=0)
+    assert (q[::2] - want[::2]).norm() <= 1e-4 * want.norm()
 
 
 @pytest.mark.parametrize(("d", "n"), [(24, 4), (64, 16), (512, 8), (1024, 2)])

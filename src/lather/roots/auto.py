@@ -164,7 +164,7 @@ def _clock(solver: RootSolver, a: Tensor, e: float, repeats: int) -> float:
         return math.inf
     stream, times = torch.cuda.current_stream(a.device), list[float]()
     work = partial(solver, a, e, 1e-12, {})
-    launch = _at_once(work, stream) if solver.is_capturable else work
+    launch = _at_once(work, stream) if solver.is_capturable(a.device) else work
     for _ in range(repeats):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record(stream)

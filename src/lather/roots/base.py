@@ -36,13 +36,14 @@ class RootSolver(ABC):
     """
 
     name: ClassVar[str]
-    is_capturable: ClassVar[bool] = (
-        False  # whether a CUDA graph can hold a call: products only, no library that allocates
-    )
 
     def init(self, n: int, d: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
         """What a warm start keeps between calls, for `n` slots."""
         return {}
+
+    def is_capturable(self, device: torch.device) -> bool:
+        """Whether a CUDA graph can hold a call in float32 there: products and kernels only, no library that allocates."""
+        return False
 
     def check(self, e: float) -> None:
         """Raise ValueError if this solver cannot do the exponent `e`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,8 +32,6 @@ class Coupled(RootSolver):
     `tolerance`: the largest residual `max|I - M|` that is ok. A relative error `t` of `X` shows as `p t`.
     """
 
-    is_capturable: ClassVar[bool] = True
-
     iterations: int = 25
     tolerance: float = 1e-2
     relative_eps: float = 1e-6
@@ -51,6 +48,9 @@ class Coupled(RootSolver):
     @abstractmethod
     def order(self) -> int:
         """The order of convergence, the number of terms of the series."""
+
+    def is_capturable(self, device: torch.device) -> bool:
+        return True
 
     def check(self, e: float) -> None:
         super().check(e)

@@ -65,7 +65,6 @@ class Minimax(RootSolver):
     """
 
     name: ClassVar[str] = "minimax"
-    is_capturable: ClassVar[bool] = True
     relative_eps: float = 3e-5
     tolerance: float = 5e-2
 
@@ -76,6 +75,9 @@ class Minimax(RootSolver):
             )
         if not 0 < self.tolerance < 1:
             raise ValueError(f"tolerance={self.tolerance!r} must be in (0, 1): the error starts at 1")
+
+    def is_capturable(self, device: torch.device) -> bool:
+        return True
 
     def check(self, e: float) -> None:
         super().check(e)

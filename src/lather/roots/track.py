@@ -12,9 +12,13 @@ from ..linalg import factorize, product, symmetrize
 from .base import Basis, EigenSolver, Root, settle
 from .firstorder import coupling, diagonal, first_basis, first_order
 from .numerics import column, normalize
+from .products import has_kernels
 
 SHIFTS = (1.0, 0.1)  # of the passes of CholeskyQR, in units of d roundings
 NOISE = 8.0  # roundings of a product A Q
+TILE = 32  # columns that kernels eliminate at once
+ROWS = 64  # of a program; with more it is out of registers
+PANEL = 256  # columns of a Gram matrix that one product makes
 PIVOT = 1e-3  # of the last Cholesky; a smaller one costs more than three digits of orthogonality, sound ones are >= 1
 
 
@@ -59,6 +63,9 @@ class Track(EigenSolver):
 
     def init(self, n: int, d: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
         return first_basis(n, d, dtype, device)
+
+    def is_capturable(self, device: torch.device) -> bool:
+        return has_kernels(device)
 
     def flops(self, d: int) -> float:
         return d**3 * (26 / 3 * self.iterations + 52 / 3)  # a product 2, a triangular solve 1, a Cholesky 1/3
@@ -132,8 +139,11 @@ def cholesky_qr(b: Tensor, shift: float) -> tuple[Tensor, Tensor]:
 
     For unit columns a shift near one keeps the Cholesky from breaking down and takes up to two decades off the condition.
     """
+    ridge = shift * b.shape[-1] * torch.finfo(b.dtype).eps
+    if b.dtype == torch.float32 and has_kernels(b.device):
+        return _by_tiles(b, ridge)
     g = product(b.mT, b)
-    diagonal(g).add_(shift * b.shape[-1] * torch.finfo(b.dtype).eps)
+    diagonal(g).add_(ridge)
     lower = factorize(torch.linalg.cholesky_ex, g)[0]
     pivot = diagonal(lower).amin(1)
     (q,) = factorize(_solve, lower, b)
@@ -142,3 +152,32 @@ def cholesky_qr(b: Tensor, shift: float) -> tuple[Tensor, Tensor]:
 
 def _solve(lower: Tensor, b: Tensor) -> tuple[Tensor]:
     return (torch.linalg.solve_triangular(lower.mT, b, upper=True, left=False),)
+
+
+def _by_tiles(b: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """The same in few launches and large products: cuSOLVER and cuBLAS take a thousand launches, one after the other.
+
+    `R^{-1}` from the right makes `L = R^T` of the Gram matrix and `Q` of `B`, so both are one matrix of `2d` rows, eliminated tile
+    by tile of its columns. After the m-th, as many tiles before it as the largest power of two that divides m are taken out of as
+    many behind it, so that when a tile's turn comes all before it have been. What breaks down is NaN from there on, in its slot.
+    """
+    from .. import kernels
+
+    n, d, _ = b.shape
+    left, done = b.new_empty(n, 2 * d, d), b.new_empty(n, 2 * d, d)  # what is left to eliminate, and L over Q
+    factors, pivots = b.new_empty(n, 2, TILE, TILE), b.new_empty(n, d)
+    for start in range(0, d, PANEL):  # what is above their diagonals is never used
+        torch.bmm(b[:, :, start:].mT, b[:, :, start : start + PANEL], out=left[:, start:d, start : start + PANEL])
+    diagonal(left[:, :d]).add_(ridge)
+    left[:, d:] = b
+    for m, start in enumerate(range(0, d, TILE), 1):
+        stop = min(start + TILE, d)
+        sizes, width, rows = (left.stride(0), d), stop - start, 2 * d - stop
+        old, new = left[:, stop:, start:stop], done[:, stop:, start:stop]
+        kernels.cholesky[n,](left[:, start:, start:], factors, pivots[:, start:], *sizes, width, TILE=TILE, num_warps=1)
+        kernels.substitute[n, -(-rows // ROWS)](old, factors, new, *sizes, rows, width, TILE=TILE, ROWS=ROWS)
+        if stop < d:
+            reach = TILE * (m & -m)
+            below = done[:, stop:, stop - reach : stop]
+            left[:, stop:, stop : stop + reach].baddbmm_(below, below[:, : min(reach, d - stop)].mT, alpha=-1)
+    return done[:, d:], pivots.amin(1)

@@ -99,7 +99,8 @@ class Kronecker(Preconditioner):
             if group["root_device"] or group["refresh_delay"]:
                 return False
             sizes = {refreshed(state, i).shape[-1] for i in modes_of(state) if is_full(state, i)}
-            able = (options.solver(group, d, ctx.alive.device, order).is_capturable for d in sizes)
+            device = ctx.alive.device
+            able = (options.solver(group, d, device, order).is_capturable(device) for d in sizes)
             if ctx.exponent(order) and not all(able):
                 return False
         return True
