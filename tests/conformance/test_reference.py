@@ -272,11 +272,12 @@ def test_zero_gradient_is_a_zero_direction() -> None:
 
 @pytest.mark.parametrize(("graft", "degree"), [("sgd", 1), ("adam", 0), ("adagrad", 0), (None, 0)])
 def test_scale_equivariance(graft: str | None, degree: int) -> None:
-    """Gradients times c: e = 1/(2k) removes the scale, and the graft puts its own back."""
+    """Gradients times c, and ``eps``, which the first factors need for they are singular, times its square: e = 1/(2k) removes the
+    scale, and the graft puts its own back."""
     w, *grads = tensors(7, [(5, 4)] * 7)
     c, moved = 64.0, []
     for scale in (1.0, c):
-        options: dict[str, Any] = {"graft": graft, "eps": 0.0, "graft_eps": 0.0, "bias_correction": True}
+        options: dict[str, Any] = {"graft": graft, "eps": 1e-6 * scale**2, "graft_eps": 0.0, "bias_correction": True}
         twin = Reference([w], lr=0.01, precondition_frequency=2, start_preconditioning_step=1, **options)
         twin.params[0].zero_()
         for g in grads:

@@ -83,6 +83,24 @@ def test_the_first_step_is_a_step() -> None:
     torch.testing.assert_close((start - after).abs(), torch.full((7, 5), 0.05, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("rank", [1, 4, 32])
+def test_steps_of_the_preset_are_not_too_long(rank: int) -> None:
+    """Refreshed on every step it begins with the second one: bases made of one gradient make the next step far too long."""
+    longest = {}
+    for start in (None, 1):
+        given = {} if start is None else {"start_preconditioning_step": start}
+        weight, noise = torch.nn.Parameter(torch.zeros(64, 32)), torch.Generator().manual_seed(0)
+        opt = lather.soap([weight], lr=1.0, weight_decay=0.0, precondition_frequency=1, **given)
+        lengths = []
+        for _ in range(20):
+            old = weight.detach().clone()
+            weight.grad = torch.randn(64, rank, generator=noise) @ torch.randn(rank, 32, generator=noise)
+            opt.step()
+            lengths.append((weight - old).square().mean().sqrt().item())
+        longest[start] = max(lengths)
+    assert longest[None] < 2 and longest[1] > 10
+
+
 def test_before_the_start_it_follows_its_graft() -> None:
     given = SOAP | {"graft": "adam", "start_preconditioning_step": 6, "precondition_frequency": 2}
     theirs = train(torch.optim.Adam(parameters(), lr=0.05, betas=(0.9, 0.95)), gradients(5))
@@ -369,7 +387,10 @@ def test_memory() -> None:
     delayed = lather.plan({"w": (64, 64)}, preconditioner="soap", graft=None, refresh_delay=1)
     assert delayed.memory["roots to come"] == 2 * size
     assert report.banks[0].solvers == ("eigh", "eigh")
-    assert lather.plan({"w": (64, 64)}, preconditioner="soap", device="cuda").banks[0].solvers == ("track", "track")
+    assert (
+        lather.plan({"w": (64, 64)}, preconditioner="soap", device="cuda").banks[0].solvers
+        == ("track(iterations=1)",) * 2
+    )
     shampoo = lather.plan({"w": (64, 64)}, graft=None)
     assert report.step_flops == 2 * shampoo.step_flops  # four products and a Gram matrix against two, by mode
 

@@ -44,7 +44,8 @@ def soap(
     | ``normalize_grads``, another ``data_format`` | refused |
 
     Their first step computes bases and moves nothing. Here it is Adam's, and so are all until the first refresh, at step
-    ``precondition_frequency``. A group with ``preconditioner=None``, such as :func:`route` makes, is Adam's as well.
+    ``precondition_frequency``; if that is 1, at step 2, for bases made of one gradient make the next step far too long. A
+    group with ``preconditioner=None``, such as :func:`route` makes, is Adam's as well.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(8, 4)
@@ -52,6 +53,8 @@ def soap(
     >>> [row.method for row in opt.plan().params], opt.param_groups[0]["max_preconditioner_dim"]
     (['soap', 'adam'], 4096)
     """
+    if precondition_frequency == 1:
+        options.setdefault("start_preconditioning_step", 2)
     return shampoo(dict(locals()), _carry, preconditioner="soap", graft=None, large_dim="diagonal")
 
 

@@ -80,13 +80,14 @@ def resolve(spec: str | RootSolver | Choices, d: int, device: torch.device | str
 
 
 def resolve_basis(spec: str | RootSolver, device: torch.device | str) -> EigenSolver:
-    """As `resolve`, for eigenbases: `"auto"` is `eigh`, or on CUDA, where that takes matrices one by one, `track`.
+    """As `resolve`, for eigenbases: `"auto"` is `eigh`, or on CUDA, where that takes matrices one by one, `track` with one
+    iteration: SOAP trains no better with two (docs/results.md).
 
-    >>> resolve_basis("auto", "cpu"), resolve_basis("auto", "cuda").name
-    (Eigh(), 'track')
+    >>> spell(resolve_basis("auto", "cpu")), spell(resolve_basis("auto", "cuda"))
+    ('eigh', 'track(iterations=1)')
     """
     if spec == "auto":
-        return Track() if torch.device(device).type == "cuda" else Eigh()
+        return Track(iterations=1) if torch.device(device).type == "cuda" else Eigh()
     solver = parse(spec)
     if not isinstance(solver, EigenSolver):
         able = ", ".join(repr(name) for name, kind in SOLVERS.items() if issubclass(kind, EigenSolver))
