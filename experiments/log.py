@@ -49,17 +49,22 @@ def append(path: pathlib.Path, row: Row) -> None:
 
 
 def read(path: pathlib.Path) -> list[Finished]:
-    """Every run that came to an end, however often it was tried, in order; a line that was cut off is passed over."""
+    """Every run that came to an end, in order; of one that did so more often, its last attempt."""
+    return list({finished.run.key: finished for finished in attempts(path)}.values())
+
+
+def attempts(path: pathlib.Path) -> list[Finished]:
+    """Everything that came to an end, however often a run was tried; a line that was cut off is passed over."""
     looks: dict[tuple[str, str], list[Row]] = {}
-    found: dict[str, Finished] = {}
+    found = []
     for row in _rows(path):
         attempt = row["run"], row["attempt"]
         if "end" not in row:
             looks.setdefault(attempt, []).append(row)
         elif row["end"] != "failed":
             run = Run(**{name: row[name] for name in Run._fields})
-            found[run.key] = Finished(run, looks.get(attempt, []), row)
-    return list(found.values())
+            found.append(Finished(run, looks.get(attempt, []), row))
+    return found
 
 
 def failed(path: pathlib.Path) -> list[str]:

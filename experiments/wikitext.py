@@ -19,7 +19,7 @@ from experiments.recipes import ALIKE, Recipe, adamw, lather_muon, muon, powers,
 COMMON = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 RATES = powers(1e-3, 4)  # 1e-3 to 8e-3
 SHAMPOO = Recipe(shampoo, COMMON, RATES)
-SOAP = {"preconditioner": "soap", "graft": None}  # as its authors have it
+SOAP = {"preconditioner": "soap", "graft": None, "root": "track"}  # no graft, as its authors have it
 
 RECIPES = {
     "adamw": Recipe(adamw, COMMON, powers(5e-4, 4)),

@@ -415,7 +415,8 @@ def test_runs_that_shared_the_device_have_the_time_of_one_that_did_not(tmp_path:
     write("wikitext.jsonl", "muon", ms=50.0, shared=True)
     write("wikitext.jsonl", "shampoo@10", ms=10.0, shared=False)
     write("wikitext.jsonl", "shampoo@10", seed=1, ms=50.0, shared=True)
-    write("times.jsonl", "adamw", ms=9.0, shared=False)
+    for ms in (11.0, 9.0, 10.0):
+        write("times.jsonl", "adamw", ms=ms, shared=False)
     write("times.jsonl", "muon", ms=9.0, shared=True)
     write("times.jsonl", "shampoo@10", ms=9.0, shared=False)
     groups = report.best(report.timed(tmp_path / "wikitext.jsonl"), "bits")
