@@ -421,7 +421,13 @@ SECTIONS: dict[str, tuple[Callable[..., list[str]], Callable[..., None]]] = {
 
 
 # Of ablations, by their names in the first experiment.
-DEFAULTS = {"shampoo@10": "default", "shampoo@10 alike": "kinds=None"}
+SAME = {
+    "shampoo@10": "default",
+    "shampoo@10 alike": "kinds=None",
+    "shampoo@1": "precondition_frequency=1",
+    "shampoo@50": "precondition_frequency=50",
+    "kl@10": "preconditioner=kl",
+}
 
 
 def timed(path: pathlib.Path) -> list[Finished]:
@@ -439,13 +445,15 @@ def timed(path: pathlib.Path) -> list[Finished]:
 
 
 def compared(name: str, path: pathlib.Path) -> list[Finished]:
-    """The runs of a log, and for ablations those that they are compared with, which are in the first experiment's."""
+    """The runs of a log, and for ablations those that the first experiment has already: what they are compared with, and more."""
     runs = timed(path)
     if name != "ablations":
         return runs
     lengths, first = {f.run.length for f in runs}, timed(path.with_name("wikitext.jsonl"))
-    same = [f for f in first if f.run.lr == ablations.LR and f.run.length in lengths and f.run.optimizer in DEFAULTS]
-    return [f._replace(run=f.run._replace(optimizer=DEFAULTS[f.run.optimizer])) for f in same] + runs
+    same = [f for f in first if f.run.lr == ablations.LR and f.run.length in lengths and f.run.optimizer in SAME]
+    same = [f._replace(run=f.run._replace(task=name, optimizer=SAME[f.run.optimizer])) for f in same]
+    there = {f.run for f in same}
+    return same + [f for f in runs if f.run not in there]
 
 
 def section(name: str, path: pathlib.Path) -> str:

@@ -81,7 +81,7 @@ def resolve(spec: str | RootSolver | Choices, d: int, device: torch.device | str
 
 def resolve_basis(spec: str | RootSolver, device: torch.device | str) -> EigenSolver:
     """As `resolve`, for eigenbases: `"auto"` is `eigh`, or on CUDA, where that takes matrices one by one, `track` with one
-    iteration: SOAP trains no better with two (docs/results.md).
+    iteration: with two a transformer trained no better (docs/results.md).
 
     >>> spell(resolve_basis("auto", "cpu")), spell(resolve_basis("auto", "cuda"))
     ('eigh', 'track(iterations=1)')
