@@ -481,20 +481,21 @@ def symmetric(
 @triton.jit
 def cholesky(a, factors, pivots, size, d, width, TILE: tl.constexpr):
     """Of the first ``width`` rows and columns of matrices ``a``, ``size`` elements apart in rows of ``d``: ``L^T`` and ``L^{-1}``
-    for ``a = L L^T`` into ``factors [n, 2, TILE, TILE]``, and the squares of the diagonal of ``L``. From where ``a`` is not
-    positive definite all is NaN.
+    for ``a = L L^T`` into ``factors [n, 2, TILE, TILE]``, and the squares of the diagonal of ``L``. Where these are not positive
+    there are NaN in the factors.
 
     Elimination with ``a = U^T D U``: on the diagonal and above it ``x`` becomes ``D U``, and what that clears below has room for
-    ``U^{-T}``, whose rows are the same combinations of those of the identity."""
+    ``U^{-T}``, whose rows are the same combinations of those of the identity. Of ``a`` only that triangle is used, for to take
+    factors from below would be an elimination without pivots of a matrix that rounding has made unsymmetric, which is unstable."""
     slot = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, TILE)
     r, c = index[:, None], index[None, :]
     one = tl.where(r == c, 1.0, 0.0)
     x = tl.load(a + slot * size + r * d + c, (r < width) & (c < width), one)
     for k in range(0, width):
-        row = tl.sum(tl.where(r == k, x, 0.0), 0)[None, :]
-        factor = tl.sum(tl.where(c == k, x, 0.0), 1)[:, None] * (1 / tl.sum(tl.where(c == k, row, 0.0)))
-        x = tl.where(r > k, tl.where(c == k, -factor, x - factor * row), x)
+        row = tl.sum(tl.where(r == k, x, 0.0), 0)
+        factor = row[:, None] * (1 / tl.sum(tl.where(index == k, row, 0.0)))
+        x = tl.where(r > k, tl.where(c == k, -factor, x - factor * row[None, :]), x)
     found = tl.sum(tl.where(r == c, x, 0.0), 1)
     tl.store(pivots + slot * d + index, found, index < width)
     scale, at = tl.sqrt_rn(found)[:, None], factors + (slot * 2 * TILE + r) * TILE + c
@@ -514,7 +515,7 @@ def substitute(y, factors, out, size, d, rows, width, TILE: tl.constexpr, ROWS: 
     upper = tl.load(factors + (slot * 2 * TILE + r) * TILE + c)
     inverse = tl.load(factors + ((slot * 2 + 1) * TILE + c) * TILE + r)  # transposed
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
-    at, inside = slot * size + row * d + c, (row < rows) & (c < width)
+    at, inside = slot * size + row.to(tl.int64) * d + c, (row < rows) & (c < width)
     value = tl.load(y + at, inside, 0.0)
     q = tl.dot(value, inverse, input_precision="ieee")
     q = tl.dot(value - tl.dot(q, upper, input_precision="ieee"), inverse, q, input_precision="ieee")

@@ -153,7 +153,7 @@ def product(
 ) -> Tensor:
     """``a [n, i, k]`` times ``b [n, k, j]``; with ``add [n, i, j]``, ``alpha`` times that and ``beta add``."""
     if not a.is_cpu:
-        return torch.bmm(a, b, out=out) if add is None else torch.baddbmm(add, a, b, beta=beta, alpha=alpha)
+        return torch.bmm(a, b, out=out) if add is None else torch.baddbmm(add, a, b, beta=beta, alpha=alpha, out=out)
     x, y = aligned(a), aligned(b)
     found = torch.bmm(x, y) if add is None else torch.baddbmm(aligned(add), x, y, beta=beta, alpha=alpha)
     if x is not a or y is not b:

@@ -84,13 +84,16 @@ def test_the_first_step_is_a_step() -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 4, 32])
-def test_steps_of_the_preset_are_not_too_long(rank: int) -> None:
+@pytest.mark.parametrize("of_group", [False, True])
+def test_steps_of_the_preset_are_not_too_long(rank: int, of_group: bool) -> None:
     """Refreshed on every step it begins with the second one: bases made of one gradient make the next step far too long."""
     longest = {}
     for start in (None, 1):
-        given = {} if start is None else {"start_preconditioning_step": start}
+        given = {"precondition_frequency": 1, "start_preconditioning_step": start}
         weight, noise = torch.nn.Parameter(torch.zeros(64, 32)), torch.Generator().manual_seed(0)
-        opt = lather.soap([weight], lr=1.0, weight_decay=0.0, precondition_frequency=1, **given)
+        group: dict[str, Any] = {"params": [weight]}
+        group, options = (group | given, {}) if of_group else (group, given)
+        opt = lather.soap([group], lr=1.0, weight_decay=0.0, **options)
         lengths = []
         for _ in range(20):
             old = weight.detach().clone()
@@ -99,6 +102,12 @@ def test_steps_of_the_preset_are_not_too_long(rank: int) -> None:
             lengths.append((weight - old).square().mean().sqrt().item())
         longest[start] = max(lengths)
     assert longest[None] < 2 and longest[1] > 10
+
+
+def test_a_group_of_the_preset_begins_by_its_own_frequency() -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(3, 2))], "precondition_frequency": every} for every in (1, 5)]
+    opt = lather.soap(groups, precondition_frequency=1)
+    assert [group["start_preconditioning_step"] for group in opt.param_groups] == [2, None]
 
 
 def test_before_the_start_it_follows_its_graft() -> None:

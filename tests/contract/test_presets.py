@@ -126,6 +126,8 @@ def test_dampening_without_momentum_does_nothing() -> None:
         assert [(group["momentum"], group["dampening"]) for group in opt.param_groups] == [(0.8, 0.3), (0, 0)]
     with pytest.raises(ValueError, match=r"dampening=0\.3 has no effect"):
         lather.Shampoo(params, dampening=0.3)
+    with pytest.raises(ValueError, match=r"dampening=-0\.3 is not valid"):
+        lather.from_sgd(params, dampening=-0.3)
 
 
 def test_lr_decay_is_a_schedule() -> None:
@@ -276,6 +278,8 @@ def test_bad_parameters() -> None:
     with pytest.raises(TypeError, match="'precondition_freqency'; did you mean 'precondition_frequency'"):
         lather.soap(parameters(), precondition_freqency=5)
     assert lather.soap(parameters(), betas=(torch.tensor(0.5), 0.75)).param_groups[0]["betas"] == (0.5, 0.75)
+    for make in (lather.soap, lather.muon):
+        assert make(parameters(), weight_decay=torch.tensor(0.5)).param_groups[0]["weight_decay"] == 0.5
     with pytest.raises(ValueError, match="empty"):
         lather.from_sgd([])
 

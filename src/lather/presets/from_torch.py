@@ -66,6 +66,7 @@ def from_sgd(
     def settled(some: Mapping[str, Any]) -> dict[str, Any]:
         """Without momentum dampening does nothing: in torch no mistake, so none here."""
         both = {"momentum": momentum, "dampening": dampening} | dict(some)
+        OPTIONS["dampening"].check("dampening", both["dampening"])
         return carry(both if both["momentum"] else both | {"dampening": 0})
 
     return shampoo(given, settled, graft="sgd", betas=(0.0, 0.95), weight_decay_mode="decoupled")
@@ -224,6 +225,7 @@ def carry(given: Mapping[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for name, value in given.items():
         if name in REFUSED:
+            value = number(value)
             if isinstance(value, (int, float)) and value < 0:
                 raise ValueError(f"{name}={value!r} is not valid: it must be at least 0")
             if value:

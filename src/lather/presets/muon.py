@@ -12,7 +12,7 @@ from ..optimizer import Shampoo
 from ..options import OPTIONS
 from ..roots import NewtonSchulz
 from ..routing import is_kind, route
-from .from_torch import REFUSED, SAME_RESULT, carry, made
+from .from_torch import REFUSED, SAME_RESULT, carry, made, number
 
 MUON = (
     "momentum",
@@ -33,7 +33,7 @@ BESIDE = {
 def muon(
     params: Any,
     lr: float | Tensor = 1e-3,
-    weight_decay: float = 0.1,
+    weight_decay: float | Tensor = 0.1,
     momentum: float = 0.95,
     nesterov: bool = True,
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
@@ -106,7 +106,8 @@ def _muon(given: Mapping[str, Any]) -> dict[str, Any]:
         "polar_scale": None if graft is not None else scale or "original",
         "weight_decay_mode": "decoupled",
     }
-    return recipe | {name: value for name, value in given.items() if name not in MUON}
+    decay = {"weight_decay": number(given["weight_decay"])} if "weight_decay" in given else {}
+    return recipe | {name: value for name, value in given.items() if name not in MUON} | decay
 
 
 def _newton_schulz(given: Mapping[str, Any]) -> NewtonSchulz:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..optimizer import Shampoo
 from ..options import OPTIONS
-from .from_torch import numbers, shampoo
+from .from_torch import number, numbers, shampoo
 
 OURS = {"max_precond_dim": "max_preconditioner_dim", "correct_bias": "bias_correction"}
 
@@ -20,7 +20,7 @@ def soap(
     betas: tuple[float, float] = (0.95, 0.95),
     shampoo_beta: float = -1,
     eps: float = 1e-8,
-    weight_decay: float = 0.01,
+    weight_decay: float | Tensor = 0.01,
     precondition_frequency: int = 10,
     max_precond_dim: float = 10000,
     merge_dims: bool = False,
@@ -53,9 +53,11 @@ def soap(
     >>> [row.method for row in opt.plan().params], opt.param_groups[0]["max_preconditioner_dim"]
     (['soap', 'adam'], 4096)
     """
-    if precondition_frequency == 1:
-        options.setdefault("start_preconditioning_step", 2)
-    return shampoo(dict(locals()), _carry, preconditioner="soap", graft=None, large_dim="diagonal")
+    opt = shampoo(dict(locals()), _carry, preconditioner="soap", graft=None, large_dim="diagonal")
+    for group in opt.param_groups:
+        if (group["preconditioner"], group["precondition_frequency"]) == ("soap", 1):
+            group["start_preconditioning_step"] = group["start_preconditioning_step"] or 2
+    return opt
 
 
 def _carry(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,6 +76,8 @@ def _carry(given: Mapping[str, Any]) -> dict[str, Any]:
     options = {OURS.get(name, name): value for name, value in given.items()}
     if "betas" in options:
         options["betas"] = numbers(options["betas"])
+    if "weight_decay" in options:
+        options["weight_decay"] = number(options["weight_decay"])
     for name in ("shampoo_beta", "normalize_grads", "data_format"):
         options.pop(name, None)
     if "eps" in options:
