@@ -434,8 +434,8 @@ def timed(path: pathlib.Path) -> list[Finished]:
     """The runs of a log. Where all seeds shared the device, with the time of the fastest of the short runs that did not, if
     times.jsonl has any."""
     alone = [f for f in log.attempts(path.with_name("times.jsonl")) if not f.end.get("shared")]
-    fastest = sorted(alone, key=lambda f: -f.end["ms"])  # the last
-    times = {(f.run.task, f.run.optimizer): {"ms": f.end["ms"], "shared": False} for f in fastest}
+    fastest_last = sorted(alone, key=lambda f: -f.end["ms"])
+    times = {(f.run.task, f.run.optimizer): {"ms": f.end["ms"], "shared": False} for f in fastest_last}
     runs = log.read(path)
     known = {f.run._replace(seed=0) for f in runs if not f.end.get("shared")}
     return [

@@ -72,12 +72,9 @@ def gram(x: Tensor, mode: int, scale: float = 1.0) -> Tensor:
     """``scale G G^T`` of the mode's unfolding: ``[n, d, d]``."""
     if x.is_cuda and x.dim() > 3 and mode == x.dim() - 2:
         found = _gram_of_columns(x.flatten(1, -2))
-    else:
-        u = unfold(x, mode)
-        if x.is_cuda and scale != 1:  # with no pass of its own for the scale
-            return u.new_empty(len(u), u.shape[1], u.shape[1]).baddbmm_(u, u.mT, beta=0, alpha=scale)
-        found = product(u, u.mT)
-    return found if scale == 1 else found.mul_(scale)
+        return found if scale == 1 else found.mul_(scale)
+    u = unfold(x, mode)
+    return product(u, u.mT, alpha=scale)
 
 
 def _gram_of_columns(x: Tensor) -> Tensor:
@@ -149,16 +146,25 @@ def rotate(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def product(
-    a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = None, beta: float = 1.0, alpha: float = 1.0
+    a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0
 ) -> Tensor:
-    """``a [n, i, k]`` times ``b [n, k, j]``; with ``add [n, i, j]``, ``alpha`` times that and ``beta add``."""
+    """``alpha a b`` for ``a [n, i, k]`` and ``b [n, k, j]``; with ``add [n, i, j]``, and ``beta add``."""
     if not a.is_cpu:
-        return torch.bmm(a, b, out=out) if add is None else torch.baddbmm(add, a, b, beta=beta, alpha=alpha, out=out)
+        return _product(a, b, out, add, alpha, beta)
     x, y = aligned(a), aligned(b)
-    found = torch.bmm(x, y) if add is None else torch.baddbmm(aligned(add), x, y, beta=beta, alpha=alpha)
+    found = _product(x, y, None, None if add is None else aligned(add), alpha, beta)
     if x is not a or y is not b:
         found = found[:, : a.shape[1], : b.shape[2]].contiguous()
     return found if out is None else out.copy_(found)
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor | None, add: Tensor | None, alpha: float, beta: float) -> Tensor:
+    if add is not None:
+        return torch.baddbmm(add, a, b, beta=beta, alpha=alpha, out=out)
+    if alpha == 1:
+        return torch.bmm(a, b, out=out)
+    to = a.new_empty(len(a), a.shape[1], b.shape[2]) if out is None else out
+    return to.baddbmm_(a, b, beta=0, alpha=alpha)  # with no pass of its own for alpha
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -172,15 +178,13 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.stride(0) == rows * columns and x.data_ptr() % ALIGNED == 0 else x.clone()
 
 
-def matrix_power(x: Tensor, p: int) -> Tensor:
-    """``x^p`` of ``[n, d, d]`` for ``p >= 1``."""
-    if not x.is_cpu:
-        return cast(Tensor, torch.linalg.matrix_power(x, p))
+def matrix_power(x: Tensor, p: int, times: Callable[[Tensor, Tensor], Tensor] = product) -> Tensor:
+    """``x^p`` of ``[n, d, d]`` for ``p >= 1``, by repeated squaring; not torch's, whose products are its own."""
     if p == 1:
         return x
-    half = matrix_power(x, p // 2)
-    square = product(half, half)
-    return product(square, x) if p % 2 else square
+    half = matrix_power(x, p // 2, times)
+    square = times(half, half)
+    return times(x, square) if p % 2 else square
 
 
 def factorize(f: Callable[..., Sequence[Tensor]], *stacks: Tensor) -> Sequence[Tensor]:

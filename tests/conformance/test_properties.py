@@ -653,17 +653,25 @@ def test_products_are_rounded_alike_in_every_place(shape: Shape, dtype: torch.dt
     everywhere(linalg.rotate, x, right)
     everywhere(lambda x, f: linalg.rotate(x, f.mT), x, right)
     everywhere(lambda x, f: linalg.product(f, x, add=x, beta=0.3, alpha=0.7), x, left)
+    everywhere(lambda x, f: linalg.product(f, x, alpha=0.7), x, left)
     everywhere(lambda x: linalg.matrix_power(x, 6), left)
     close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
     close(linalg.product(left[None], x[None], add=x[None], beta=0.3, alpha=0.7)[0], 0.3 * x + 0.7 * left @ x)
+    out = torch.full_like(x, torch.nan)[None]
+    assert linalg.product(left[None], x[None], out, x[None], alpha=0.7, beta=0.3) is out
+    close(out[0], 0.3 * x + 0.7 * left @ x)
+    close(linalg.product(left[None], x[None], alpha=0.7)[0], 0.7 * left @ x)
     close(linalg.mode_product(x[None], right[None] + right.mT, 1)[0], x @ (right + right.mT))
     close(linalg.matrix_power(left[None], 6)[0], torch.linalg.matrix_power(left, 6))
 
 
 @pytest.mark.parametrize("d", [1, 5, 7, 10, 18, 33, 64, 65, 127])
 @pytest.mark.parametrize("f", [torch.linalg.eigh, torch.linalg.qr, torch.linalg.cholesky_ex])
-def test_decompositions_are_rounded_alike_in_every_place(f: Callable[..., Sequence[Tensor]], d: int) -> None:
-    x = torch.randn(d, 2 * d, dtype=torch.float64)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_decompositions_are_rounded_alike_in_every_place(
+    f: Callable[..., Sequence[Tensor]], d: int, dtype: torch.dtype
+) -> None:
+    x = torch.randn(d, 2 * d, dtype=dtype)
     everywhere(lambda a: linalg.factorize(f, a)[0], x @ x.mT)
     everywhere(lambda a: linalg.factorize(f, a)[1], x @ x.mT)
 

@@ -30,8 +30,7 @@ def product(
     """
     if x.dtype == torch.float16:
         return _product_of_halves(x, y, alpha, add, beta, diagonal)
-    z = linalg.product(x, y, add=x if add is None else add, beta=0.0 if add is None else beta, alpha=alpha)
-    z = symmetrize(z)
+    z = symmetrize(linalg.product(x, y, None, add, alpha, beta))
     if diagonal:
         z.diagonal(dim1=1, dim2=2).add_(diagonal)
     return z
@@ -39,11 +38,7 @@ def product(
 
 def matrix_power(x: Tensor, p: int) -> Tensor:
     """`x^p` for p >= 1."""
-    if p == 1:
-        return x
-    half = matrix_power(x, p // 2)
-    square = product(half, half)
-    return product(x, square) if p % 2 else square
+    return linalg.matrix_power(x, p, product)
 
 
 def times_power(x: Tensor, p: int, y: Tensor) -> Tensor:
