@@ -163,6 +163,8 @@ def _product(a: Tensor, b: Tensor, out: Tensor | None, add: Tensor | None, alpha
         return torch.baddbmm(add, a, b, beta=beta, alpha=alpha, out=out)
     if alpha == 1:
         return torch.bmm(a, b, out=out)
+    if not a.is_cuda:  # a CPU would multiply one operand by alpha, and a Gram matrix not be symmetric
+        return torch.bmm(a, b, out=out).mul_(alpha)
     to = a.new_empty(len(a), a.shape[1], b.shape[2]) if out is None else out
     return to.baddbmm_(a, b, beta=0, alpha=alpha)  # with no pass of its own for alpha
 

@@ -48,6 +48,12 @@ def test_packing(d: int, dtype: torch.dtype) -> None:
     assert unpack(pack(a)[:0], d).shape == (0, d, d)
 
 
+def test_a_scaled_gram_matrix_is_as_symmetric() -> None:
+    """A BLAS that multiplied one side only by the scale would round the triangles differently, and one of them is kept."""
+    x = torch.randn(3, 48, 24)
+    assert torch.equal(gram(x, 0, 0.37), gram(x, 0) * 0.37)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_packed_factors_are_the_same_numbers(name: str) -> None:
     (full, ours), (packed, theirs) = (train(**OPTIONS[name], factors=kind) for kind in ("full", "packed"))

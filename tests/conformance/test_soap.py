@@ -107,7 +107,8 @@ def test_steps_of_the_preset_are_not_too_long(rank: int, of_group: bool) -> None
 def test_a_group_of_the_preset_begins_by_its_own_frequency() -> None:
     groups = [{"params": [torch.nn.Parameter(torch.zeros(3, 2))], "precondition_frequency": every} for every in (1, 5)]
     opt = lather.soap(groups, precondition_frequency=1)
-    assert [group["start_preconditioning_step"] for group in opt.param_groups] == [2, None]
+    opt.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3, 2))]})
+    assert [group["start_preconditioning_step"] for group in opt.param_groups] == [2, None, 2]
 
 
 def test_before_the_start_it_follows_its_graft() -> None:

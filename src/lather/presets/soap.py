@@ -54,9 +54,9 @@ def soap(
     (['soap', 'adam'], 4096)
     """
     opt = shampoo(dict(locals()), _carry, preconditioner="soap", graft=None, large_dim="diagonal")
-    for group in opt.param_groups:
-        if (group["preconditioner"], group["precondition_frequency"]) == ("soap", 1):
-            group["start_preconditioning_step"] = group["start_preconditioning_step"] or 2
+    for chosen in (opt.defaults, *opt.param_groups):
+        if (chosen["preconditioner"], chosen["precondition_frequency"]) == ("soap", 1):
+            chosen["start_preconditioning_step"] = chosen["start_preconditioning_step"] or 2
     return opt
 
 
