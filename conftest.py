@@ -2,4 +2,4 @@
 
 import importlib.util
 
-collect_ignore = [] if importlib.util.find_spec("triton") else ["src/lather/kernels.py"]
+collect_ignore = [] if importlib.util.find_spec("triton") else ["src/lather/kernels"]

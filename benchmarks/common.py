@@ -19,7 +19,7 @@ import torch
 from machine import CUDA, DEVICE, now
 
 import lather
-from lather.schedule import first_step, is_due
+from lather.planning.schedule import first_step, is_due
 
 # Arguments.
 

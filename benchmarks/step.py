@@ -26,7 +26,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import lather
-from lather.shapes import MODELS, num_params
+from lather.report.models import MODELS, num_params
 
 CHANNELS_LAST = "-channels-last"  # added to the name of a model
 NAMES = [*MODELS, "resnet50" + CHANNELS_LAST]

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from lather.report.models import MODELS, gpt2
 from lather.roots import SOLVERS
-from lather.shapes import MODELS, gpt2
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = ("machine", "common", "models", "report", "step", "train", "solvers")

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import lather
-from lather import fleet, roots, tables
+from lather import roots
+from lather.compute import kernel_executor as fleet
+from lather.compute import tables
 from lather.roots import products, track
 
 ROOT = Path(__file__).parent.parent
@@ -69,7 +71,7 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lather import kernels
+    from lather.kernels import step as kernels
 
     kinds = {
         torch.float32: "*fp32", torch.float64: "*fp64", torch.float16: "*fp16", torch.int64: "*i64", torch.uint8: "*u8",

@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
-from lather import shapes
-from lather.shapes import MODELS, num_params
+from lather.report import models as shapes
+from lather.report.models import MODELS, num_params
 
 PUBLISHED = {  # name: (scalars, tensors); a name given twice would lose a tensor
     "resnet50": (25_557_032, 161),

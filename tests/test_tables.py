@@ -13,10 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lather
-from lather import aside, fleet, roots, tables
-from lather.fleet import NAMES, Buffers, Call, Graphs
-from lather.plan import BankKey, Route
-from lather.tables import Place, Share, Tables, divide, place, scratch, starts
+from lather import roots
+from lather.compute import background as aside
+from lather.compute import kernel_executor as fleet
+from lather.compute import tables
+from lather.compute.kernel_executor import NAMES, Buffers, Call, Graphs
+from lather.compute.tables import Place, Share, Tables, divide, place, scratch, starts
+from lather.planning.plan import BankKey, Route
 
 CPU = torch.device("cpu")
 GROUP = lather.Shampoo([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]

@@ -1,12 +1,12 @@
 """Distributed Shampoo for PyTorch."""
 
 from ._version import __version__
-from .health import NumericalWarning
 from .optimizer import Shampoo
-from .plan_report import PlanReport, plan
 from .presets import from_adagrad, from_adam, from_adamw, from_sgd, low_memory, muon, soap
+from .report.plan import PlanReport, plan
 from .roots import Eigh, HigherOrder, Minimax, Newton, NewtonSchulz, PolarExpress, Qr, Svd, Track
 from .routing import route
+from .runtime.health import NumericalWarning
 
 __all__ = [
     "Eigh",

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import shapes
 from ._version import __version__
 from .options import OPTIONS, markdown
+from .report import models as shapes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,7 +107,7 @@ def run_demo(args: argparse.Namespace) -> str:
 
 
 def run_plan(args: argparse.Namespace) -> str:
-    from .plan_report import PlanReport, plan, scale_table
+    from .report.plan import PlanReport, plan, scale_table
 
     given = {name: value for name, value in vars(args).items() if name in OPTIONS}
     given |= {"dtype": args.dtype, "device": args.device, "num_trainers_per_group": args.group, "stages": args.stages}

@@ -9,17 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import agreement, averaging, census, changes, checkpoint, exchange, health, roots, rules
-from .bank import Bank
-from .build import Built, build
-from .census import Item, Ranks, items_of
-from .exchange import Circle
-from .layout import check_parameter, is_stored, layout_of
+from . import roots
+from .compute.bank import Bank
 from .options import FLAGS, OPTIONS, check_options, check_values, hint, refuse_flags, whole, with_choices
-from .plan import BankKey, Plan, make_plan
-from .plan_report import PlanReport
+from .planning.plan import BankKey, Plan, make_plan
+from .report.plan import PlanReport
 from .routing import route
-from .units import Unit
+from .runtime import agreement, census, changes, checkpoint, exchange, health
+from .runtime.census import Item, Ranks, items_of
+from .runtime.exchange import Circle
+from .runtime.run import Built, build
+from .runtime.unit import Unit
+from .storage import averaging
+from .storage import update as rules
+from .storage.tensors import check_parameter, is_stored, layout_of
 
 OWN = ("peak_lr", "top_lr", "train_mode")  # what param groups hold beside options
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lather
-from lather.plan import WORTHWHILE, Spec, make_plan
+from lather.planning.plan import WORTHWHILE, Spec, make_plan
 from lather.roots import Eigh, Minimax, Newton, auto, resolve
 
 CPU = torch.device("cpu")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from reference import Reference
 from torch import Tensor
 
 import lather
-from lather import averaging
 from lather.options import OPTIONS
-from lather.reference import Reference
+from lather.storage import averaging
 
 Options = dict[str, Any]
 

@@ -12,13 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lather
-from lather import assign, cli, shapes
-from lather.blocks import Axis, Layout, Region
-from lather.exchange import decode, encode, inbound_mail, outbound_mail, rounded
-from lather.layout import team_of
+from lather import cli
 from lather.options import OPTIONS
-from lather.plan import Plan, Spec, make_plan
-from lather.units import Draft
+from lather.planning import owners as assign
+from lather.planning.blocks import Axis, Layout, Region
+from lather.planning.plan import Plan, Spec, make_plan
+from lather.report import models as shapes
+from lather.runtime.exchange import decode, encode, inbound_mail, outbound_mail, rounded
+from lather.runtime.unit import Draft
+from lather.storage.tensors import team_of
 
 GROUP = {name: option.default for name, option in OPTIONS.items()} | {"max_preconditioner_dim": 4}
 

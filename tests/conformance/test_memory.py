@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import lather
-from lather import linalg, tables
+from lather import linalg
+from lather.compute import tables
 from lather.linalg import gram, pack, unpack
 
 SHAPES = [(12, 8), (12, 8), (7, 30), (3, 4, 5), (9,), (1, 4)]

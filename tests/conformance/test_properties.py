@@ -11,16 +11,16 @@ import pytest
 import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from reference import Reference
 from torch import Tensor
 
 import lather
 from lather import linalg
-from lather.assign import greedy
-from lather.blocks import Block, Layout, Region, cut, merge_dims, pieces
-from lather.plan import GEOMETRY, Spec, make_plan
-from lather.reference import Reference
-from lather.runs import Run, coalesce
-from lather.schedule import is_due
+from lather.planning.blocks import Block, Layout, Region, cut, merge_dims, pieces
+from lather.planning.owners import greedy
+from lather.planning.plan import GEOMETRY, Spec, make_plan
+from lather.planning.schedule import is_due
+from lather.storage.grids import Run, coalesce
 
 Shape = tuple[int, ...]
 Options = dict[str, Any]

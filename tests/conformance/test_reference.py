@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from reference import Block, Reference, cut, merged, piece_sizes
 from torch import Tensor
-
-from lather.reference import Block, Reference, cut, merged, piece_sizes
 
 SHAPES = [(5, 4), (3, 2, 4), (6,), ()]
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from reference import Reference
 from torch import Tensor, nn
 
 import lather
+from lather.methods import PRECONDITIONERS, Context, Due, Stack
+from lather.methods.soap import Soap, alike, places, rotated
 from lather.options import OPTIONS
-from lather.reference import Reference
 from lather.roots import rescue_basis, resolve_basis, solve_basis
-from lather.transforms import PRECONDITIONERS, Context, Due, Stack
-from lather.transforms.soap import Soap, alike, places, rotated
 
 Options = dict[str, Any]
 Shape = tuple[int, ...]

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from reference import quintics
 from torch import Tensor
 
 import lather
-from lather.reference import quintics
+from lather.methods.spectral import scale_of
 from lather.roots import POLARS, PolarExpress, parse_polar, spell
 from lather.roots.minimax import best_step
-from lather.transforms.spectral import scale_of
 
 # What each promises for singular values from `low` of the Frobenius norm on: where they end.
 PROMISES = {

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 import lather
-from lather.options import NOT_OF_BASES, OF_ROOTS
-from lather.roots import POLARS
-from lather.transforms import (
+from lather.methods import (
     GRAFTS,
     PRECONDITIONERS,
     Context,
@@ -22,6 +20,8 @@ from lather.transforms import (
     filter_gradient,
     init_filter,
 )
+from lather.options import NOT_OF_BASES, OF_ROOTS
+from lather.roots import POLARS
 
 METHODS: dict[str, tuple[Transform, dict[str, Any]]] = {
     **{f"graft {name}": (method, {"graft": name}) for name, method in GRAFTS.items()},

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from reference import Reference, cut
 from torch import Tensor
 
 import lather
-from lather.reference import Reference, cut
 
 Shape = tuple[int, ...]
 Options = dict[str, Any]

@@ -543,7 +543,7 @@ def test_too_many_failures_in_a_row(eigh: Eigh, limit: int, factors: str) -> Non
     assert all(p.isfinite().all() for p in params.values())
 
 
-@pytest.mark.parametrize("where", ["lather.roots.solve", "lather.transforms.kronecker.factors_of"])
+@pytest.mark.parametrize("where", ["lather.roots.solve", "lather.methods.shampoo.factors_of"])
 def test_an_error_beside_the_training_is_a_failed_refresh(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It must not stop one rank of several: roots are kept, the user hears of it, and eigh tries again. The same if already
     the copies do not fit that a refresh takes along."""

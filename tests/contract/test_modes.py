@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from reference import Reference
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as api
 
 import lather
-from lather import averaging
-from lather.reference import Reference
+from lather.storage import averaging
 
 Options = dict[str, Any]
 

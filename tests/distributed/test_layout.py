@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lather.layout import layout_of
+from lather.storage.tensors import layout_of
 
 from .cases import LAYOUTS, lay_out, places
 from .harness import Pools

@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 import torch
+from reference import Reference
 
 import lather
-from lather.reference import Reference
 from lather.roots import auto
 from lather.roots.track import cholesky_qr
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 import lather
-from lather.exchange import Circle, Comm, difference
 from lather.options import wire_dtype
-from lather.plan import Route, Spec
-from lather.units import make_units
+from lather.planning.plan import Route, Spec
+from lather.runtime.exchange import Circle, Comm, difference
+from lather.runtime.unit import make_units
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not dist.is_nccl_available(), reason="needs a CUDA device and NCCL"
@@ -38,7 +38,7 @@ def train(route: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[t
     with monkeypatch.context() as patch:
         if route:
             patch.setattr(PLAN, "_route", route)
-            patch.setattr("lather.build.make_units", _checked)
+            patch.setattr("lather.runtime.run.make_units", _checked)
         opt = lather.Shampoo(params, precondition_frequency=4, max_preconditioner_dim=32, momentum=0.9, **options)
         for _ in range(10):
             for p in params:

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import lather
-from lather import tables, units
+from lather.compute import tables
+from lather.methods import kronecker
 from lather.roots import has_kernels
-from lather.transforms import kronecker
+from lather.runtime import unit as units
 
 pytestmark = [
     pytest.mark.skipif(
@@ -73,7 +74,7 @@ def compiled():
     it keeps for one is what it has compiled."""
     from triton.runtime.jit import JITFunction
 
-    from lather import kernels
+    from lather.kernels import step as kernels
 
     found = {name: kernel for name, kernel in vars(kernels).items() if isinstance(kernel, JITFunction)}
     return Counter(

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from lather import fleet, tables
+from lather.compute import kernel_executor as fleet
+from lather.compute import tables
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and tables.has_kernels(torch.device("cuda"))
 collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from reference import Reference
 
 import lather
-from lather import tables
-from lather.fleet import Call, Fleet
-from lather.reference import Reference
-from lather.tables import Place
+from lather.compute import tables
+from lather.compute.kernel_executor import Call, Fleet
+from lather.compute.tables import Place
 
 # Blocks that are aligned or not, of one tile or several, cut by columns, of two modes, three, one, none and four; the last
 # one lies in aligned rows.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lather import kernels
+from lather.kernels import step as kernels
 from lather.roots import Track, track
 
 

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from reference import Reference
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import lather
 from conftest import interpret
-from lather import tables
-from lather.reference import Reference
+from lather.compute import tables
 
 SHAPES = [*8 * [(8, 16)], (12, 6, 3, 3), (9,), (10, 16)]
 GIVEN = {"lr": 0.05, "eps": 0.3, "max_preconditioner_dim": 16, "precondition_frequency": 2, "weight_decay": 0.1}

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ..aside import stream_of
+from ..compute.background import stream_of
 from ..linalg import symmetrize
 from .base import RootSolver
 from .coupled import supports

@@ -17,17 +17,7 @@ from ..linalg import per_slot
 from .base import Root, RootSolver
 from .coupled import fraction, series
 from .numerics import eye_like, normalize, power
-from .products import (
-    combine,
-    decode,
-    encode,
-    frobenius,
-    is_split,
-    matrix_power,
-    product,
-    product_count,
-    times_power,
-)
+from .products import combine, decode, encode, frobenius, is_split, matrix_power, product, product_count, times_power
 
 MARGIN = 1.02  # ||A^2||_F^(1/2) >= lambda_max; beyond it the polynomials grow, so rounding must not make it less
 DESIGN = 0.1  # the part of the tolerance that the polynomials may use; the rest is for rounding

@@ -87,7 +87,7 @@ def is_split(x: Tensor) -> bool:
 
 def encode(x: Tensor, scale: Tensor) -> Tensor:
     """Halves [n, 2, D, D] of `scale[n] x`, zero beyond `d`."""
-    from .. import kernels
+    from ..kernels import step as kernels
 
     n, d, _ = x.shape
     ld = -(-d // _side(d)) * _side(d)
@@ -98,7 +98,7 @@ def encode(x: Tensor, scale: Tensor) -> Tensor:
 
 def decode(x: Tensor, scale: Tensor, d: int) -> Tensor:
     """The matrices [n, d, d] that were encoded, times `scale[n]`."""
-    from .. import kernels
+    from ..kernels import step as kernels
 
     n, _, ld, _ = x.shape
     out = x.new_empty((n, d, d), dtype=torch.float32)
@@ -108,7 +108,7 @@ def decode(x: Tensor, scale: Tensor, d: int) -> Tensor:
 
 def frobenius(x: Tensor) -> Tensor:
     """The norms [n] of encoded matrices."""
-    from .. import kernels
+    from ..kernels import step as kernels
 
     n, size, block = x.shape[0], x.shape[2] * x.shape[3], 4096
     parts = -(-size // block)
@@ -119,7 +119,7 @@ def frobenius(x: Tensor) -> Tensor:
 
 def combine(x: Tensor, y: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
     """`t0 x + t1 I` and `t2 x + t3 y + t4 I` for encoded matrices and `terms` [5, n]."""
-    from .. import kernels
+    from ..kernels import step as kernels
 
     n, _, ld, _ = x.shape
     first, second = torch.empty_like(x), torch.empty_like(x)
@@ -140,7 +140,7 @@ def _side(d: int) -> int:
 
 
 def _product_of_halves(x: Tensor, y: Tensor, alpha: float, add: Tensor | None, beta: float, diagonal: float) -> Tensor:
-    from .. import kernels
+    from ..kernels import step as kernels
 
     n, _, d, _ = x.shape
     side = _side(d)

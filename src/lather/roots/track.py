@@ -161,7 +161,7 @@ def _by_tiles(b: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
     by tile of its columns. After the m-th, as many tiles before it as the largest power of two that divides m are taken out of as
     many behind it, so that when a tile's turn comes all before it have been. What breaks down is NaN from there on, in its slot.
     """
-    from .. import kernels
+    from ..kernels import step as kernels
 
     n, d, _ = b.shape
     left, done = b.new_empty(n, 2 * d, d), b.new_empty(n, 2 * d, d)  # what is left to eliminate, and L over Q

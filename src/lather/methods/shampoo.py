@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import options, roots
-from ..aside import side_by_side
+from ..compute.background import side_by_side
 from ..linalg import ema_, gram, gram_diagonal, mode_product, pack, per_slot, positions, rotate, symmetrize, unpack
 from .base import Batch, Context, Due, Preconditioner, Stack, State
 

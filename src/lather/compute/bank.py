@@ -10,13 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import options
-from .aside import Aside
-from .blocks import Block
-from .linalg import from_host, norms, per_slot, positions, rescale
-from .plan import BankKey
-from .schedule import is_due
-from .transforms import (
+from .. import options
+from ..linalg import from_host, norms, per_slot, positions, rescale
+from ..methods import (
     GRAFTS,
     PRECONDITIONERS,
     Batch,
@@ -30,6 +26,10 @@ from .transforms import (
     filter_gradient,
     init_filter,
 )
+from ..planning.blocks import Block
+from ..planning.plan import BankKey
+from ..planning.schedule import is_due
+from .background import Aside
 
 RESCUES = 4  # slots of a bank that may be sent to eigh in one step: on an accelerator each makes the host wait
 

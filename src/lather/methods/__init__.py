@@ -1,10 +1,10 @@
 """Methods on stacks of blocks. To add one: a file, and a line in this table."""
 
 from .base import Batch, Context, Due, Preconditioner, Stack, State, Transform
-from .diagonal import GRAFTS, Graft
 from .filter import filter_correction, filter_gradient, init_filter
+from .grafts import GRAFTS, Graft
 from .kl import KL
-from .kronecker import Kronecker, factors_of, modes_of
+from .shampoo import Kronecker, factors_of, modes_of
 from .soap import Soap
 from .spectral import Spectral
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from . import assign
-from .blocks import Axis, Layout
-from .checkpoint import block_state
-from .plan import BankKey, Plan, refresh_cost, step_cost
-from .rules import state_of
-from .store import ArenaKey
-from .units import Draft
+from ..planning import owners as assign
+from ..planning.blocks import Axis, Layout
+from ..planning.plan import BankKey, Plan, refresh_cost, step_cost
+from ..runtime.checkpoint import block_state
+from ..runtime.unit import Draft
+from ..storage.buffers import ArenaKey
+from ..storage.update import state_of
 
 SHARDINGS = "ddp, fsdp, hsdp=K or tp=K"
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import options
-from .aside import side_by_side
+from .. import options
+from ..linalg import from_host
+from ..methods import State
+from ..planning.blocks import Block
+from ..planning.plan import BankKey
+from ..roots import has_kernels
+from .background import side_by_side
 from .bank import Bank
-from .blocks import Block
-from .linalg import from_host
-from .plan import BankKey
-from .roots import has_kernels
-from .transforms import State
 
 BLOCK = 4096  # elements of a tile
 REDUCE = 128  # tiles of a slot that are added up at a time

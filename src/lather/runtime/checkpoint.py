@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import averaging, rules
-from .bank import Bank, initial_state, make_stack
-from .blocks import Region, Shape
+from ..compute.bank import Bank, initial_state, make_stack
+from ..options import OPTIONS, STRUCTURAL
+from ..planning.blocks import Region, Shape
+from ..planning.plan import BankKey, Plan
+from ..storage import averaging
+from ..storage import update as rules
+from ..storage.tensors import is_dtensor, local
 from .exchange import Comm
-from .layout import is_dtensor, local
-from .options import OPTIONS, STRUCTURAL
-from .plan import BankKey, Plan
 
 Views = dict[str, Tensor]
 SUMMED = "Lmvw"  # roles that take in gradients and start as zeros; roots and bases are made of these

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .build import Built
+from ..options import STRUCTURAL
+from ..storage.tensors import is_regular
 from .census import Item, Ranks, grad_dtype
-from .layout import is_regular
-from .options import STRUCTURAL
+from .run import Built
 
 Groups = Sequence[Mapping[str, Any]]
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .linalg import per_slot
-from .plan import Move, Plan, Route
+from ..linalg import per_slot
+from ..planning.plan import Move, Plan, Route
 
 SCALED = "int8"
 SCALE = 4  # bytes of a block's scale in a message of 8-bit numbers

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import Layout
+from ..planning.blocks import Layout
+from ..planning.plan import Spec
+from ..storage.tensors import check_parameter, is_stored, layout_of, local_gradient, team_of
 from .exchange import my_rank
-from .layout import check_parameter, is_stored, layout_of, local_gradient, team_of
-from .plan import Spec
 
 Item = tuple[int, int, Tensor]  # group, position in it, parameter
 Ranks = tuple[int, ...]

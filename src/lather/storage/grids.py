@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .blocks import Shape
+from ..planning.blocks import Shape
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..options import state_dtype
 from . import averaging
-from .options import state_dtype
 
 
 def number(x: float | Tensor) -> float | Tensor:

@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import averaging, checkpoint, rules
-from .bank import Bank
+from ..compute.bank import Bank
+from ..planning.plan import BankKey, Plan, first_come, make_plan
+from ..report.plan import check_memory
+from ..storage import averaging
+from ..storage import update as rules
+from ..storage.buffers import Stored, copy_pairs
+from ..storage.tensors import groups_of, is_dtensor, layout_of, local
+from . import checkpoint
 from .census import Ranks
 from .checkpoint import Views
 from .exchange import Comm, world
-from .layout import groups_of, is_dtensor, layout_of, local
-from .plan import BankKey, Plan, first_come, make_plan
-from .plan_report import check_memory
-from .store import Stored, copy_pairs
-from .units import Step, Unit, identity, make_banks, make_units
+from .unit import Step, Unit, identity, make_banks, make_units
 
 Groups = Sequence[Mapping[str, Any]]
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import roots
-from .build import Built
+from .. import roots
+from ..options import OPTIONS
+from ..planning.plan import first_come
+from ..storage.tensors import describe, groups_of, layout_of
 from .census import Ranks, items_of, name_of
 from .exchange import Circle, Comm, difference
-from .layout import describe, groups_of, layout_of
-from .options import OPTIONS
-from .plan import first_come
+from .run import Built
 
 Facts = dict[str, str]
 

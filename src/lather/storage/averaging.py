@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .linalg import from_host
-from .options import averaging_beta, averaging_decay, state_dtype
+from ..linalg import from_host
+from ..options import averaging_beta, averaging_decay, state_dtype
 
 Group = Mapping[str, Any]
 Shares = Mapping[int, float | Tensor]  # by number of the parameter

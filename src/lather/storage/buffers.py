@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import averaging, rules
-from .exchange import SCALE, Item
-from .linalg import from_host
-from .plan import Plan
-from .runs import Run, coalesce
+from ..linalg import from_host
+from ..planning.plan import Plan
+from ..runtime.exchange import SCALE, Item
+from . import averaging
+from . import update as rules
+from .grids import Run, coalesce
 
 ArenaKey = tuple[str, str, torch.dtype]  # role, device as the plan names it
 LARGEST = 1 << 26  # elements of a chunk, unless one message has more

@@ -11,18 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import averaging, exchange
-from .bank import Bank, initial_state
+from ..compute.bank import Bank, initial_state
+from ..compute.kernel_executor import Call, Fleet, Graphs
+from ..compute.tables import Part, Place, Share, divide, place
+from ..compute.tables import scratch as fleet_scratch
+from ..options import compute_dtype, products, wire_dtype
+from ..planning.plan import BankKey, Plan, Route
+from ..roots import products_in
+from ..storage import averaging
+from ..storage.buffers import Arena, ArenaKey, Chunk, Span, Stored, copy_pairs, spans
+from ..storage.grids import Run, coalesce
+from ..storage.tensors import is_regular, local
+from . import exchange
 from .exchange import Comm, Mail, Wire, itemsize
-from .fleet import Call, Fleet, Graphs
-from .layout import is_regular, local
-from .options import compute_dtype, products, wire_dtype
-from .plan import BankKey, Plan, Route
-from .roots import products_in
-from .runs import Run, coalesce
-from .store import Arena, ArenaKey, Chunk, Span, Stored, copy_pairs, spans
-from .tables import Part, Place, Share, divide, place
-from .tables import scratch as fleet_scratch
 
 Group = Mapping[str, Any]
 

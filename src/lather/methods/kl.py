@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..linalg import mode_product
 from .base import Stack, State
-from .kronecker import Kronecker, diagonal_of
+from .shampoo import Kronecker, diagonal_of
 
 
 @final

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from ..roots import RootSolver
 from .blocks import Block
-from .roots import RootSolver
 
 # What moving a byte costs, counted in FLOPs of float32: a block's elements are read and written many times in a step, and
 # its direction is sent to everyone. Of the order of what accelerators and their links do.

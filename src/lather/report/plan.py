@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from . import options
-from .blocks import Block
-from .checkpoint import block_state
-from .layout import team_of
-from .plan import BankKey, Plan, Spec, make_plan, refresh_cost, step_cost
-from .roots import NO_CHOICES, Choices, chosen, spell
-from .rules import state_of
+from .. import options
+from ..planning.blocks import Block
+from ..planning.plan import BankKey, Plan, Spec, make_plan, refresh_cost, step_cost
+from ..roots import NO_CHOICES, Choices, chosen, spell
+from ..runtime.checkpoint import block_state
+from ..runtime.unit import make_drafts
+from ..storage.tensors import team_of
+from ..storage.update import state_of
 from .scale import RankReport, block_bytes, layout_named, rank_report, scratch_bytes
-from .units import make_drafts
 
 WASTE = 0.2  # padding above which to say what helps
 KINDS = {

@@ -9,10 +9,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .bank import Bank
-from .build import Built
+from ..compute.bank import Bank
+from ..methods import factors_of, modes_of
 from .exchange import Circle
-from .transforms import factors_of, modes_of
+from .run import Built
 
 ALARM = 10  # steps between looks at the failures of all ranks; the same whatever options a rank knows of
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .blocks import Axis, Layout
+from ..planning.blocks import Axis, Layout
 
 
 def check_parameter(param: Tensor, name: str) -> None:

@@ -16,10 +16,10 @@ from functools import cached_property
 from itertools import accumulate, islice
 from typing import Any
 
-from . import assign
+from ..options import compute_dtype, exponent, is_measured, is_spectral, solver, wire_dtype
+from ..roots import NO_CHOICES, Choices, chosen, parse_polar
+from . import owners as assign
 from .blocks import Block, Layout, Region, Shape, cut
-from .options import compute_dtype, exponent, is_measured, is_spectral, solver, wire_dtype
-from .roots import NO_CHOICES, Choices, chosen, parse_polar
 
 GEOMETRY = ("max_preconditioner_dim", "merge_dims", "large_dim", "batch_dims", "precondition_1d", "preconditioner")
 NOTHING: Mapping[tuple[int, int], int] = {}

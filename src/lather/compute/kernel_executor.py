@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import rules
-from .aside import branching, side_by_side, stream_of
+from ..linalg import from_host, holding
+from ..methods import Context, filter_correction
+from ..options import root_dtype
+from ..planning.schedule import is_due
+from ..roots import are_products_exact, stages
+from ..storage import update as rules
+from ..storage.buffers import Arena
+from .background import branching, side_by_side, stream_of
 from .bank import Refresh, amortised_of, due_slots, graft_of, is_alone, late_slots, refresh, started_slots
-from .linalg import from_host, holding
-from .options import root_dtype
-from .roots import are_products_exact, stages
-from .schedule import is_due
-from .store import Arena
 from .tables import DEPTH, REDUCE, SIDE, THIN, Group, Part, Tables, plane_of, scratch, starts
-from .transforms import Context, filter_correction
 
 # Numbers of a step that may change without a new kernel or graph, as kernels know them.
 NAMES = (
@@ -233,7 +233,7 @@ class Fleet:
 
     def _take_in(self, kind: Kind, tables: Tables, call: Call, contexts: Sequence[Context]) -> None:
         """Gradients into averages and factors."""
-        from . import kernels
+        from ..kernels import step as kernels
 
         b, types = self._buffers, {"GRAD": _type(kind.grad), "PARAM": _type(kind.param)}
         reading = {"grads": b.sources, "weights": b.weights, "numbers": b.numbers, "COUPLED": kind.coupled, **types}
@@ -264,7 +264,7 @@ class Fleet:
         side_by_side(works)
 
     def _take_in_thin(self, kind: Kind, chunks: Tensor, ends: Tensor, sums: Tensor, packed: bool) -> None:
-        from . import kernels
+        from ..kernels import step as kernels
 
         b = self._buffers
         kernels.thin_products[chunks.shape[0],](
@@ -278,7 +278,7 @@ class Fleet:
         self, kind: Kind, tables: Tables, call: Call, contexts: Sequence[Context], go: Sequence[bool]
     ) -> Tensor | None:
         """Averages and roots into directions, and those into parameters."""
-        from . import kernels
+        from ..kernels import step as kernels
 
         b, flat, plain = self._buffers, call.scratch["flat"], call.scratch.get("plain")
         bc2 = b.bc2_of(self.firsts, kind.uniform)

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import roots
 from ..linalg import ema_, norms, per_slot, product, rotate
 from .base import Context, Stack, State
-from .kronecker import FULL, Index, Kronecker, first_factor, modes_of
+from .shampoo import FULL, Index, Kronecker, first_factor, modes_of
 
 SAME = 0.999  # the square of a product of two eigenvectors from which on they are one
 ROUNDINGS = 64.0  # of a rotation, below which nothing is told from zero
