@@ -50,7 +50,7 @@ def state_mib(opt: torch.optim.Optimizer) -> float:
 
 
 def solvers(*optimizers: torch.optim.Optimizer) -> list[str]:
-    """The root solvers that lather used: those that it measured and took, where it was left to it."""
+    """The root solvers that lather used."""
     shampoos = [opt for opt in optimizers if isinstance(opt, lather.Shampoo)]
     return sorted({solver for opt in shampoos for row in opt.plan().banks for solver in row.solvers})
 

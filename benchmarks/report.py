@@ -12,6 +12,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 Row = dict[str, Any]
@@ -142,6 +143,26 @@ def step_tables(rows: Sequence[Row]) -> list[str]:
     return [table(STEP, rows), *profiles]
 
 
+def fastest_tables(rows: Sequence[Row]) -> list[str]:
+    """The fastest candidate of a row is bold."""
+    names = dict.fromkeys(name for row in rows for name in row["ms"])
+    columns = [
+        column("d", "d"),
+        column("exponent", "exponent", ".4g"),
+        column("matrices", "matrices"),
+        *((f"{name} ms", partial(candidate, name)) for name in names),
+        column('root="auto"', "auto"),
+    ]
+    return [table(columns, rows)]
+
+
+def candidate(name: str, row: Row) -> str:
+    if name not in row["ms"]:
+        return "n/a"
+    text = "fails" if row["ms"][name] is None else f"{row['ms'][name]:.3g}"
+    return f"**{text}**" if name == row["fastest"] else text
+
+
 KINDS: dict[str, tuple[Sequence[str], Callable[[Sequence[Row]], list[str]]]] = {
     "step": (("model", "optimizer", "mean_ms", "plain_ms", "worst_ms", "peak_mib"), step_tables),
     "train": (
@@ -149,6 +170,7 @@ KINDS: dict[str, tuple[Sequence[str], Callable[[Sequence[Row]], list[str]]]] = {
         lambda rows: [table(TRAIN, rows)],
     ),
     "solvers": (("source", "spectrum", "d", "exponent", "solver", "error", "failed", "ms"), solver_tables),
+    "fastest": (("d", "exponent", "matrices", "fastest", "auto"), fastest_tables),
     # Of the script that is experiments/wikitext.py now.
     "bytes": (("run", "lr", "seed", "bits_per_byte", "wall_s"), lambda rows: [table(BYTES, rows)]),
 }

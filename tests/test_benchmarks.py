@@ -10,15 +10,16 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from lather.report.models import MODELS, gpt2
-from lather.roots import SOLVERS
+from lather.roots import SOLVERS, Eigh, Minimax, Newton
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-SCRIPTS = ("machine", "common", "models", "report", "step", "train", "solvers")
+SCRIPTS = ("machine", "common", "models", "report", "step", "train", "solvers", "fastest")
 
 
 @pytest.fixture
@@ -155,6 +156,37 @@ def test_solvers(bench: dict[str, ModuleType], tmp_path: Path) -> None:
             assert row["error"] > 0.1
 
 
+def test_fastest(bench: dict[str, ModuleType], tmp_path: Path) -> None:
+    flags = ("--models", "gpt2-tiny", "--sizes", 5, 6, "--exponents", "1/4", 0.455, "--counts", 1, 3)
+    state = torch.get_rng_state()
+    data, text = run(bench["fastest"], tmp_path, *flags)
+    check_record(data, text, tmp_path)
+    assert not data["notes"] and torch.equal(torch.get_rng_state(), state)
+    model, rows = data["results"][:-8], data["results"][-8:]
+    assert [(row["d"], row["matrices"]) for row in model] == [(8, 1), (16, 7), (32, 1), (48, 1), (64, 2)]
+    assert [(row["d"], row["exponent"], row["matrices"]) for row in rows] == [
+        (d, e, n) for d in (5, 6) for e in (0.25, 0.455) for n in (1, 3)
+    ]
+    for row, cells in zip(data["results"], rows_of(text), strict=True):
+        assert list(row["ms"]) == (["minimax", "newton", "eigh"] if row["exponent"] == 0.25 else ["eigh"])
+        assert row["ms"][row["fastest"]] == min(row["ms"].values()) and row["auto"] == "eigh"
+        marked = [name for name, cell in zip(("minimax", "newton", "eigh"), cells[3:6], strict=True) if "**" in cell]
+        assert marked == [row["fastest"]]
+
+
+def test_fastest_leaves_out_what_fails(
+    bench: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A root that is not ok, and a solver that does not run."""
+    monkeypatch.setattr(bench["fastest"], "candidates", lambda e: (Newton(iterations=1), Minimax(), Eigh()))
+    monkeypatch.setattr(Minimax, "_root", Mock(side_effect=RuntimeError("no compiler")))
+    data, text = run(bench["fastest"], tmp_path, "--sizes", 8, "--counts", 2, status=1)
+    (row,) = data["results"]
+    assert row["ms"]["newton"] is None and "minimax" not in row["ms"] and row["fastest"] == "eigh"
+    assert data["notes"] == ["minimax, size 8, exponent 0.25, 2 matrices failed: RuntimeError: no compiler"]
+    assert "fails" in rows_of(text)[0]
+
+
 def test_report_writes_the_same_elsewhere_and_refuses_strangers(
     bench: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +219,7 @@ def test_a_failing_row_is_noted_and_the_rest_goes_on(
         ("step", ["--options", '{"root": "nil"}'], "nil"),
         ("train", ["--options", "{"], "{"),
         ("solvers", ["--solvers", "nil"], "not a root solver"),
+        ("fastest", ["--exponents", "half"], "half"),
     ],
 )
 def test_wrong_arguments_say_what_is_wrong(

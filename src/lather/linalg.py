@@ -9,9 +9,8 @@ decomposes them :func:`factorize`, which takes those of other sides one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache, lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import cast, overload
 
 import torch
@@ -36,30 +35,20 @@ def from_host(values: Sequence[float], like: Tensor, dtype: torch.dtype | None =
     return torch.tensor(values, dtype=dtype, device="cpu").to(like.device, non_blocking=True)
 
 
+def bias_correction(steps: Sequence[int], beta: float, like: Tensor, first: float | None = None) -> float | Tensor:
+    """``1 - beta^t``, or ``1 - first beta^(t-1)``: one number if all slots are at the same step, else ``[n]`` beside ``like``."""
+
+    def of_step(t: int) -> float:
+        return 1 - beta**t if first is None else 1 - first * beta ** (t - 1)
+
+    if steps.count(steps[0]) == len(steps):
+        return of_step(steps[0])
+    return from_host([of_step(t) for t in steps], like, like.dtype)
+
+
+@cache
 def positions(slots: tuple[int, ...], device: torch.device) -> Tensor:
-    """An index on the device, for every stream; there from the second time on, as CUDA graphs cannot copy from the host."""
-    index = _positions(slots, device)
-    if _held is not None:
-        _held.append(index)
-    return index
-
-
-@contextmanager
-def holding(found: list[Tensor]) -> Iterator[None]:
-    """Collect the indices that are used inside: a graph needs them as long as it lives, the cache may drop them."""
-    global _held
-    _held = found
-    try:
-        yield
-    finally:
-        _held = None
-
-
-_held: list[Tensor] | None = None
-
-
-@lru_cache(maxsize=4096)
-def _positions(slots: tuple[int, ...], device: torch.device) -> Tensor:
+    """An index on the device, for every stream. It stays, because CUDA graphs cannot copy from the host and need it for good."""
     return torch.tensor(slots, device="cpu").to(device)  # waits, so that any stream may read it
 
 

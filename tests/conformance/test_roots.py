@@ -22,7 +22,6 @@ from lather.roots import (
     RootSolver,
     Track,
     parse,
-    resolve,
     solve,
     spell,
 )
@@ -568,8 +567,7 @@ def test_spelling():
     assert spell(Eigh()) == "eigh" and spell(Newton(iterations=20)) == "newton(iterations=20)"
     assert parse("qr(tolerance=inf, iterations=2)") == Qr(2, INF)
     assert spell(Qr(tolerance=INF)) == "qr(tolerance=inf)" and parse("qr(tolerance=inf)") == Qr(tolerance=INF)
-    assert resolve("auto", 64, "cpu", 0.25) == Eigh() and resolve("newton", 64, "cpu", 0.25) == Newton()
-    assert resolve("auto", 64, "cuda", 0.25) == Minimax() and resolve("auto", 64, "cuda", 0.455) == Eigh()
+    assert parse("newton(iterations=20)") is parse("newton(iterations=20)")  # read once
 
 
 @pytest.mark.parametrize(
@@ -585,6 +583,8 @@ def test_spelling():
         ("qr(tolerance=0)", ["tolerance=0"]),
         ("higher_order(order=1)", ["order=1"]),
         (None, ["root=None"]),
+        (["eigh"], ["root=['eigh']", "cannot be read"]),
+        ("auto", ['root="auto"', "use resolve"]),
     ],
 )
 def test_wrong_spellings_say_what_is_right(spec, words):

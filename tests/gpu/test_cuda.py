@@ -6,7 +6,6 @@ python -m pytest tests/gpu
 from __future__ import annotations
 
 import copy
-import time
 from unittest import mock
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 from reference import Reference
 
 import lather
-from lather.roots import auto
 from lather.roots.track import cholesky_qr
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -70,7 +68,7 @@ def test_agrees_with_the_twin(options):
         with torch.no_grad():
             opt._prepare_together()
         blocks = opt._plan.blocks
-        offsets = {(blocks[i].param, blocks[i].index): o for i, o in opt._plan.offsets(0, opt._choices).items()}
+        offsets = {(blocks[i].param, blocks[i].index): o for i, o in opt._plan.offsets(0).items()}
     twin = Reference([p.detach().cpu() for p in params], offsets=offsets, **given)
     run(opt, params, 1, 21)
     for step in range(1, 21):
@@ -202,30 +200,20 @@ def test_choleskys_by_tiles(d):
     assert (q[::2] - want[::2]).norm() <= 1e-4 * want.norm()
 
 
-@pytest.mark.parametrize(("d", "n"), [(24, 4), (64, 16), (512, 8), (1024, 2)])
-def test_solvers_are_measured(d, n):
-    """Once, quickly, leaving the user's random numbers alone; a candidate that cannot be used is not chosen."""
-    auto._measured.clear()
-    device, key = torch.device("cuda", torch.cuda.current_device()), (d, 0.25)
-    auto.measure({(device, *key): n})  # compiles
-    auto._measured.clear()
-    before, start = torch.cuda.get_rng_state(), time.perf_counter()
-    times = auto.measure({(device, *key): n})
-    assert time.perf_counter() - start < 1
-    assert torch.equal(torch.cuda.get_rng_state(), before)
-    choice = auto.decide(times)[key]
-    assert choice.milliseconds.keys() >= ({"eigh"} if d < 32 else {"eigh", "minimax"})
-    assert 0 < choice.milliseconds[choice.solver.name] < torch.inf
-    assert auto.measure({(device, *key): n}) == times
-    auto._measured.clear()
+def test_auto_is_what_a_plan_on_paper_says():
+    """Before the first step and after, and what computes the roots."""
+    paper = lather.plan({str(i): s for i, s in enumerate(SHAPES)}, device="cuda", max_preconditioner_dim=32)
+    opt, params, _ = make()
+    assert [row.solvers for row in opt.plan().banks] == [row.solvers for row in paper.banks]
+    with mock.patch.object(lather.roots, "solve", side_effect=lather.roots.solve) as solve:
+        run(opt, params, 1, 5)
+    assert [row.solvers for row in opt.plan().banks] == [row.solvers for row in paper.banks]
+    assert {call.args[0].name for call in solve.call_args_list} == {n for row in paper.banks for n in row.solvers}
 
 
-def test_auto_is_measured_by_the_first_step():
-    opt, params, _ = make(max_preconditioner_dim=64)
-    assert not any(row.milliseconds[0] for row in opt.plan().banks if row.milliseconds)
-    run(opt, params, 1, 2)
-    row = opt.plan().banks[0]
-    assert row.shape == (48, 32) and all("eigh" in times for times in row.milliseconds) and " ms" in str(opt.plan())
-    before = dict(opt._choices)
-    run(opt, params, 2, 6)
-    assert opt._choices == before
+@pytest.mark.parametrize("d", [24, 64, 512, 1024])
+@pytest.mark.parametrize("e", [1 / 4, 0.455])
+def test_the_choice_works_on_this_device(d, e):
+    x = torch.randn(4, d, d, device="cuda") * torch.logspace(0, -3, d, device="cuda")
+    a, solver = x @ x.mT / d, lather.roots.choose("cuda", e)
+    assert solver((a + a.mT) / 2, e, 1e-12, {}).ok.all() and solver.is_capturable(x.device) == (e == 1 / 4)

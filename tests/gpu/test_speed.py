@@ -151,8 +151,7 @@ def test_a_learning_rate_on_the_device_is_no_reason_to_compile():
 )
 @pytest.mark.parametrize("given", [gradients, some_missing])
 def test_periods_with_refreshes_do_not_synchronise(options, given):
-    """Of products, as on large factors: what auto chooses for small ones may be eigh, which waits."""
-    opt, params = make(root="minimax", **options)
+    opt, params = make(**options)
     warm = 4 * PERIOD
     for step in range(1, warm + 1):
         take(opt, params, given(step))
@@ -163,12 +162,9 @@ def test_periods_with_refreshes_do_not_synchronise(options, given):
 
 
 @pytest.mark.parametrize("refresh", ["together", "staggered"])
-def test_auto_does_not_synchronise_where_it_takes_products(refresh):
+def test_large_factors_do_not_synchronise(refresh):
     opt, params = make([(512, 256), (512, 256), (256, 512)], max_preconditioner_dim=512, refresh=refresh)
     run(opt, params, 1, 4 * PERIOD + 1)
-    chosen = {choice.solver.name for choice in opt._choices.values()}
-    if "eigh" in chosen:
-        pytest.skip(f"auto has chosen {chosen} on this device")
     grads = [gradients(step, [p.shape for p in params]) for step in range(4 * PERIOD + 1, 6 * PERIOD + 1)]
     with no_waiting():
         for mine in grads:

@@ -72,7 +72,7 @@ def offsets_of(opt):
     with torch.no_grad():
         opt._prepare_together()
     blocks = opt._plan.blocks
-    return {(blocks[i].param, blocks[i].index): o for i, o in opt._plan.offsets(0, opt._choices).items()}
+    return {(blocks[i].param, blocks[i].index): o for i, o in opt._plan.offsets(0).items()}
 
 
 def pair(params, **options):

@@ -1,11 +1,9 @@
-"""Work beside the training, on a side stream of the device or in a thread of the host; and work that is done at the same time."""
+"""Work in the background of the training: on a side stream of the device, or in a thread of the host."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -13,27 +11,27 @@ import torch
 from torch import Tensor
 
 
-class Aside:
-    """Starts work that nobody waits for, until :meth:`finish`. On a CPU it is done at once: results are the same.
+class Background:
+    """Starts work that nobody waits for until :meth:`finish`. On a CPU it is done at once, with the same results.
 
-    Work that raises is lost, and ``error`` says why: a rank that stopped here would leave the others waiting for it.
+    Work that raises is lost, and ``error`` says why. It does not raise: a rank that stopped here would leave the others
+    waiting for it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.error: str | None = None  # of the last work that was lost
-        self.stream = stream_of(device, 0) if device.type == "cuda" else None
         self._done: Any = None  # an event after its last work: others use the stream as well
         self._pool: ThreadPoolExecutor | None = None
         self._threads: list[Future[None]] = []
 
     def start(self, work: Callable[[], None], touches: list[Tensor], threaded: bool) -> None:
-        """Do ``work`` after all that was launched so far. ``touches`` is memory that it needs, maybe for longer than its owner;
-        ``threaded``: it makes the host wait, so a thread does it."""
-        if self.stream is None:
+        """Do ``work`` after everything launched so far. ``touches`` is memory that it needs, maybe for longer than its owner.
+        ``threaded``: the work makes the host wait, so a thread does it."""
+        if self.device.type != "cuda":
             self.attempt(work)
             return
-        ready, stream = torch.cuda.current_stream(self.device).record_event(), self.stream
+        ready, stream = torch.cuda.current_stream(self.device).record_event(), stream_of(self.device, 0)
         for tensor in touches:
             tensor.record_stream(stream)
 
@@ -67,40 +65,5 @@ class Aside:
 
 @cache
 def stream_of(device: torch.device, number: int) -> Any:
-    """A stream for everyone: 0 for work aside, others for captures. There are few, and libraries keep memory for each."""
+    """A shared stream: 0 for the background, others for captures. There are few, because libraries keep memory for each."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-class _Capture(threading.local):
-    """The capture that is under way in this thread."""
-
-    streams: Sequence[Any] = ()
-
-
-_capture = _Capture()
-
-
-@contextmanager
-def branching(streams: Sequence[Any]) -> Iterator[None]:
-    """Inside, :func:`side_by_side` has these streams for branches."""
-    _capture.streams = streams
-    try:
-        yield
-    finally:
-        _capture.streams = ()
-
-
-def side_by_side(works: Sequence[Callable[[], object]]) -> None:
-    """Do independent things; in a graph, as branches that a device can run at the same time."""
-    if len(works) < 2 or not _capture.streams:
-        for work in works:
-            work()
-        return
-    main, streams = torch.cuda.current_stream(), _capture.streams[: len(works)]
-    for stream in streams:
-        stream.wait_stream(main)
-    for i, work in enumerate(works):
-        with torch.cuda.stream(streams[i % len(streams)]):
-            work()
-    for stream in streams:
-        main.wait_stream(stream)

@@ -1,324 +1,267 @@
-"""Which banks go through kernels together, and the tables in which kernels look up where everything is."""
+"""The tables in which kernels look up where everything is.
+
+One launch handles blocks of many shapes, from many banks. Kernels find them through tables of numbers on the device. The
+columns are named in :mod:`lather.kernels.schema`. This file fills them in for slices of banks that are computed together.
+Those slices number their slots from 0, slice after slice.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import options
+from ..kernels.schema import Alignment, FactorJob, SlotTable, ThinChunk, ThinFactor, Tile, position
 from ..linalg import from_host
-from ..methods import State
-from ..planning.blocks import Block
-from ..planning.plan import BankKey
-from ..roots import has_kernels
-from .background import side_by_side
-from .bank import Bank
+from .graphs import side_by_side
+from .slices import SIDE, THIN_SIDE, BoundSlice
 
 BLOCK = 4096  # elements of a tile
 REDUCE = 128  # tiles of a slot that are added up at a time
-SIDE, DEPTH = 128, 64  # tiles of a product, and how much of the sum they take at a time
-THIN = 16  # elements of a last mode, at most, of which kernels keep the factor
-CHUNK = 4096  # elements of a thin mode that are summed by one program
-LARGEST = 1 << 25  # elements of a fleet, unless one block has more; its buffers are as large
-
-Group = Mapping[str, Any]
+CHUNK = 4096  # columns, in all rows together, that one program sums for the factor of a third mode
+FLOAT, HALF = 4, 2  # bytes
+ORDER = Alignment.CONTIGUOUS, Alignment.ROWS, Alignment.SCATTERED  # of tiles in their table
 
 
-def suits(device: str, dtype: str, group: Group) -> bool:
-    """Whether the kernels cover parameters of this dtype with these options; the others go bank by bank."""
-    filtered = group["beta3"] is None or group["beta3"] == group["betas"][0]
-    single = options.state_dtype(group) == torch.float32 and dtype in ("float32", "bfloat16", "float16")
-    return filtered and single and has_kernels(torch.device(device))
+class FactorLaunch(NamedTuple):
+    """Factors that one launch updates: of rows or of columns, with rows that are aligned or not."""
+
+    jobs: Tensor  # rows of FactorJob
+    by_rows: bool
+    aligned: bool
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a block lies in a tensor: elements from its start, and up to three sizes and strides, outermost first."""
+class ThinLaunch(NamedTuple):
+    """Factors of third modes, which are updated by two launches: sums over chunks of gradients, then the factors."""
 
-    base: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-def place(start: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> Place | None:
-    """A box of a strided tensor in as few dimensions as can be; None if that is more than three.
-
-    >>> place((4, 0), (2, 8), strides=(8, 1))
-    Place(base=32, sizes=(16,), strides=(1,))
-    """
-    sizes: list[int] = []
-    steps: list[int] = []
-    for size, stride in zip(shape, strides, strict=True):
-        if size == 1:
-            continue
-        if sizes and steps[-1] == size * stride:
-            sizes[-1], steps[-1] = sizes[-1] * size, stride
-        else:
-            sizes.append(size)
-            steps.append(stride)
-    base = sum(a * b for a, b in zip(start, strides, strict=True))
-    return Place(base, tuple(sizes) or (1,), tuple(steps) or (1,)) if len(sizes) <= 3 else None
+    chunks: Tensor  # rows of ThinChunk
+    factors: Tensor  # rows of ThinFactor
+    sums: Tensor  # [chunks, THIN_SIDE, THIN_SIDE]
 
 
-@dataclass(frozen=True)
-class Share:
-    """Slots ``start`` to ``stop`` of a bank. ``by_torch``: kernels do not know what its factors take in."""
+class TileRange(NamedTuple):
+    """Consecutive tiles whose blocks have the same alignment."""
 
-    key: BankKey
-    start: int
-    stop: int
-    by_torch: bool = field(default=False, kw_only=True)
-
-    @property
-    def n(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.key.shape
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def flops(self) -> int:
-        """Of products with its roots."""
-        return 2 * self.n * self.numel * sum(self.shape)
-
-    @property
-    def padded(self) -> int:
-        """Elements of flat buffers that it takes, so that the next share is aligned."""
-        return -(-self.n * self.numel // 16) * 16
-
-    @property
-    def thin(self) -> int:
-        """Elements of the third mode, such as the 3 x 3 of a convolution; 1 for a matrix."""
-        return self.shape[2] if len(self.shape) == 3 else 1
-
-    @property
-    def boxed(self) -> bool:
-        """Whether kernels keep the factors: matrices, or thin boxes, with full ones, as nearly all are."""
-        full = self.key.modes in (("full",) * 2, ("full",) * 3) and len(self.shape) == len(self.key.modes)
-        return full and self.thin <= THIN and not self.by_torch
-
-    @property
-    def half_shape(self) -> tuple[int, int, int]:
-        """What a block takes in halves, as ``[rows, thin, columns]``: products read whole tiles."""
-        rows, columns = (-(-d // DEPTH) * DEPTH for d in self.shape[:2])
-        return rows, self.thin, columns
-
-    @property
-    def half_numel(self) -> int:
-        return self.n * math.prod(self.half_shape) if self.boxed else 0
-
-
-def divide(banks: Iterable[tuple[BankKey, int]], groups: Sequence[Group]) -> list[list[Share]]:
-    """Fleets for banks of so many slots: those that the kernels cover, by param group and dtype, of bounded size. A bank may
-    be divided."""
-    done: list[list[Share]] = []
-    open_: dict[Any, list[Share]] = {}
-    for key, n in banks:
-        tiled = math.prod(-(-d // SIDE) * SIDE for d in key.shape[:2]) * math.prod(key.shape[2:])
-        fits = tiled < 1 << 31 and (not key.modes or max(key.shape) < 1 << 15)  # counted in 32 bits
-        group = groups[key.group]
-        method = group["preconditioner"] if key.modes else None
-        if method == "spectral" or not (fits and suits(key.device, key.dtype, group)):
-            continue
-        graft = group["graft"] if key.modes else options.elementwise(group)  # a fleet has one
-        alike = key.group, key.device, key.dtype, key.method == "adagrad", graft
-        most = max(1, LARGEST // math.prod(key.shape))
-        for start in range(0, n, most):
-            share = Share(key, start, min(start + most, n), by_torch=method in ("kl", "soap"))
-            if alike in open_ and sum(s.padded for s in open_[alike]) + share.padded > LARGEST:
-                done.append(open_.pop(alike))
-            open_.setdefault(alike, []).append(share)
-    return [*done, *open_.values()]
-
-
-def scratch(shares: Sequence[Share], group: Group) -> dict[str, tuple[torch.dtype, int]]:
-    """Buffers of a fleet, by role: directions, gradients that are needed as they are, and gradients in halves."""
-    flat = sum(share.padded for share in shares)
-    needs = {"flat": (torch.float32, flat), "halves": (torch.float16, 2 * plane_of(shares))}
-    return needs | ({"plain": (torch.float32, flat)} if _keeps_plain(shares, group) else {})
-
-
-def _keeps_plain(shares: Iterable[Share], group: Group) -> bool:
-    """Without a filter nothing else remembers gradients; and other factors than of boxes go through torch."""
-    return group["betas"][0] == 0 or any(share.key.modes and not share.boxed for share in shares)
-
-
-def plane_of(shares: Sequence[Share]) -> int:
-    """Elements of the high halves; the low ones follow. Tiles of products may read past the last row."""
-    widest = max((math.prod(share.half_shape[1:]) for share in shares if share.boxed), default=0)
-    return sum(share.half_numel for share in shares) + SIDE * widest
-
-
-@dataclass(frozen=True)
-class Part(Share):
-    """A share with its bank, and where its blocks lie: in which of a list of tensors, and where there."""
-
-    bank: Bank
-    tensors: Sequence[int]
-    places: Sequence[Place]
-
-    @property
-    def blocks(self) -> Sequence[Block]:
-        return self.bank.blocks[self.start : self.stop]
-
-    @cached_property
-    def numbers(self) -> Sequence[int]:
-        return self.bank.numbers[self.start : self.stop]
-
-    @cached_property
-    def state(self) -> State:
-        return {role: tensor[self.start : self.stop] for role, tensor in self.bank.state.items()}
+    first: int
+    tiles: Tensor  # rows of Tile
+    alignment: Alignment
 
 
 class Tables:
-    """What kernels look up on the device: where everything is. Made once; see :mod:`lather.kernels` for the columns.
+    """The tables of slices that are computed together, on their device. Made once.
 
-    ``halves`` is the buffer for gradients in halves. ``jobs`` are the tiles of all factors, those of thin modes apart,
-    ``slots`` say which tiles are a slot's and where its root is, ``partial`` and ``own`` hold sums over tiles, ``skipped`` where
-    a slot's gradients that are not finite are counted.
+    ``halves`` is the buffer for gradients in halves; its address is part of the tables.
+
+    - ``ranges``: all tiles, in at most one range for each alignment. See :meth:`launch`.
+    - ``slots``: rows of :class:`~lather.kernels.schema.SlotTable`.
+    - ``skip_counters [n]``: addresses of the counters of gradients that are not finite.
+    - ``tile_sums``, ``graft_sums``: buffers for sums over each tile; the second is kept for the norm of the graft's direction.
+    - ``factors``, ``thin``: factors that kernels update.
     """
 
-    def __init__(self, parts: Sequence[Part], halves: Tensor) -> None:
+    def __init__(self, parts: Sequence[BoundSlice], halves: Tensor) -> None:
         device = halves.device
-        lines, aligned = _slot_rows(parts, halves)
-        order = sorted(range(len(lines)), key=lambda slot: -aligned[slot])  # stable
-        table = torch.tensor([lines[slot] for slot in order], dtype=torch.int64, device="cpu")
-        counts = -(-table[:, 3] // BLOCK)
-        firsts = counts.cumsum(0) - counts
-        tiles = table.repeat_interleave(counts, 0)
-        tiles[:, 2] = BLOCK * (torch.arange(len(tiles), device="cpu") - firsts.repeat_interleave(counts))
-        slots = torch.empty(3, len(lines), dtype=torch.int64, device="cpu")
-        slots[:2, order] = torch.stack([firsts, counts])
         self._one = torch.ones((), dtype=torch.float32, device=device)
-        slots[2] = torch.tensor([address for part in parts for address in _roots(part, self._one)], device="cpu")
-        skipped = [part.bank.counts[0, i].data_ptr() for part in parts for i in range(part.start, part.stop)]
-        self.slots, self.skipped = slots.to(device), from_host(skipped, halves, torch.int64)
-        self.partial, self.own = torch.zeros(2, len(tiles), dtype=torch.float32, device=device).unbind()
-        ends = starts(aligned.count(level) for level in LEVELS)
-        bounds, tiles = [int(counts[:end].sum()) for end in ends], tiles.to(device)
-        self._ranges = [
-            (tiles[a:b], {"partial": self.partial[a:b], "own": self.own[a:b]}, level)
-            for (a, b), level in zip(pairwise(bounds), LEVELS, strict=True)
+        cut = _cut(_block_rows(parts, halves), [window.alignment() for part in parts for window in part.windows])
+        tiles = cut.tiles.to(device)
+        self.ranges = [
+            TileRange(a, tiles[a:b], alignment)
+            for (a, b), alignment in zip(pairwise(cut.bounds), ORDER, strict=True)
             if b > a
         ]
-        kinds = [(by_rows, even) for by_rows in (True, False) for even in (True, False)]
-        found = [(_jobs(parts, halves, rows, even), rows, even) for rows, even in kinds]
-        found.sort(key=lambda jobs: len(jobs[0]))  # at the same time, few fit in before many but not after
-        self.jobs = [(_table(jobs, device), rows, even) for jobs, rows, even in found if jobs]
-        chunks, thin = _thin_jobs(parts, halves)
-        sums = torch.zeros(len(chunks), THIN, THIN, dtype=torch.float32, device=device)
-        self.thin = (_table(chunks, device), _table(thin, device), sums) if thin else None
+        roots = torch.tensor([address for part in parts for address in _roots(part, self._one)], device="cpu")
+        slots = SlotTable(first_tile=cut.first_tile, num_tiles=cut.num_tiles, root_address=roots)
+        self.slots = torch.stack(slots).to(device)
+        counters = [part.bank.skipped[i].data_ptr() for part in parts for i in range(part.start, part.stop)]
+        self.skip_counters = from_host(counters, halves, torch.int64)
+        self.tile_sums, self.graft_sums = torch.zeros(2, len(tiles), dtype=torch.float32, device=device).unbind()
+        self.factors = _factor_launches(parts, halves)
+        self.thin = _thin_launch(parts, halves)
 
-    def launch(self, kernel: Any, sums: str | None, arguments: Mapping[str, Any]) -> None:
-        """Over all tiles, by how they are aligned. ``sums`` names where sums over tiles go."""
-        side_by_side([partial(self._launch, kernel, sums, arguments, *tiles) for tiles in self._ranges])
+    def launch(self, kernel: Any, arguments: Mapping[str, Any], sums: Tensor | None = None) -> None:
+        """Launch an elementwise kernel over all tiles, once for each alignment. ``sums`` has one entry per tile."""
+        side_by_side([partial(self._launch, kernel, arguments, sums, tiles) for tiles in self.ranges])
 
-    def _launch(
-        self,
-        kernel: Any,
-        sums: str | None,
-        arguments: Mapping[str, Any],
-        tiles: Tensor,
-        to: Mapping[str, Tensor],
-        aligned: int,
-    ) -> None:
-        more = {} if sums is None else {"partial": to[sums]}
-        kernel[tiles.shape[0],](tiles=tiles, **more, **arguments, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8)
+    def _launch(self, kernel: Any, arguments: Mapping[str, Any], sums: Tensor | None, found: TileRange) -> None:
+        tiles, n = found.tiles, len(found.tiles)
+        more = {} if sums is None else {"partial": sums[found.first : found.first + n]}
+        kernel[n,](tiles=tiles, **more, **arguments, ALIGNED=int(found.alignment), BLOCK=BLOCK, num_warps=8)
 
 
-def _roots(part: Part, one: Tensor) -> list[int]:
-    """Where each slot's first root is; 0 if there is none. SOAP has none to wait for: a ``one`` stands for it."""
+class _Cut(NamedTuple):
+    """Blocks that are cut into tiles."""
+
+    tiles: Tensor  # rows of Tile, sorted by alignment
+    bounds: list[int]  # of each alignment, in the order of ORDER
+    first_tile: Tensor  # [n], of every slot
+    num_tiles: Tensor  # [n]
+
+
+def _cut(blocks: Sequence[Tile], alignments: Sequence[Alignment]) -> _Cut:
+    """Cut blocks into tiles. A block is given by its first tile."""
+    order = sorted(range(len(blocks)), key=lambda slot: ORDER.index(alignments[slot]))  # stable
+    table = _table([blocks[slot] for slot in order])
+    counts = -(-_column(table, Tile, "numel") // BLOCK)
+    firsts = counts.cumsum(0) - counts
+    tiles = table.repeat_interleave(counts, 0)
+    number_in_block = torch.arange(len(tiles), device="cpu") - firsts.repeat_interleave(counts)
+    _column(tiles, Tile, "start").copy_(BLOCK * number_in_block)
+    ends = running_totals(alignments.count(alignment) for alignment in ORDER)
+    bounds = [int(counts[:end].sum()) for end in ends]
+    row_of_slot = torch.tensor(order, device="cpu").argsort()
+    return _Cut(tiles, bounds, firsts[row_of_slot], counts[row_of_slot])
+
+
+def _column(table: Tensor, kind: type[NamedTuple], name: str) -> Tensor:
+    return table[:, position(kind, name)]
+
+
+def _table(rows: Sequence[tuple[int, ...]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")
+
+
+def _roots(part: BoundSlice, one: Tensor) -> list[int]:
+    """The address of each slot's first root; 0 for blocks without factors. A method with factors but no roots does not wait for
+    any: ``one`` stands for a root that has been computed."""
     root = part.state.get("X0")
     if root is None:
         return [one.data_ptr() if part.key.modes else 0] * part.n
     return [x.data_ptr() for x in root.unbind()]
 
 
-def _table(rows: list[list[int]], device: torch.device) -> Tensor:
-    return torch.tensor(rows, device="cpu").to(device)
+class _Beginning(NamedTuple):
+    """Where a slice begins: its first slot, and its first block in buffers."""
+
+    part: BoundSlice
+    first_slot: int
+    flat_offset: int
+    half_address: int
+
+    def halves_of(self, i: int) -> int:
+        """The address of a block in halves."""
+        return self.half_address + HALF * i * math.prod(self.part.half_shape)
 
 
-def _slot_rows(parts: Sequence[Part], halves: Tensor) -> tuple[list[list[int]], list[int]]:
-    """A row for every slot, in the columns of the kernels' tables, and how it is aligned."""
-    rows: list[list[int]] = []
-    aligned = []
-    flats, half_starts = starts(part.padded for part in parts), starts(part.half_numel for part in parts)
-    for part, flat, half in zip(parts, flats, half_starts, strict=False):
-        m, v = (part.state[role].data_ptr() if role in part.state else 0 for role in ("m", "v"))
-        cols, ld, thin = (part.shape[1], part.half_shape[2], part.thin) if part.boxed else (1, 1, 1)
-        for i, (tensor, at) in enumerate(zip(part.tensors, part.places, strict=True)):
-            fill = 3 - len(at.sizes)
-            sizes, strides = (1,) * fill + at.sizes, (0,) * fill + at.strides
-            begin = i * part.numel
-            address = halves.data_ptr() + 2 * (half + i * math.prod(part.half_shape)) if part.boxed else 0
-            where = (tensor, 0, part.numel, at.base, sizes[1], sizes[2], *strides)
-            state = (m and m + 4 * begin, v and v + 4 * begin)
-            rows.append([len(rows), *where, flat + begin, *state, address, cols, ld, thin])
-            aligned.append(_alignment(at, part.numel))
-    return rows, aligned
+def _beginnings(parts: Sequence[BoundSlice], halves: Tensor) -> Iterator[_Beginning]:
+    slots = running_totals(part.n for part in parts)
+    flats = running_totals(part.flat_numel for part in parts)
+    half_offsets = running_totals(part.half_numel for part in parts)
+    for part, slot, flat, offset in zip(parts, slots, flats, half_offsets, strict=False):
+        yield _Beginning(part, slot, flat, halves.data_ptr() + HALF * offset)
 
 
-LEVELS = WHOLE, ROWS, LOOSE = 2, 1, 0
+def _block_rows(parts: Sequence[BoundSlice], halves: Tensor) -> list[Tile]:
+    """For every slot, its first tile."""
+    rows = []
+    for begin in _beginnings(parts, halves):
+        part = begin.part
+        filter_, moment = (part.state[role].data_ptr() if role in part.state else 0 for role in ("m", "v"))
+        columns, padded, third = (
+            (part.shape[1], part.half_shape[2], part.third_size) if part.kernel_factors else (1, 1, 1)
+        )
+        for i, (tensor, window) in enumerate(zip(part.tensor_indices, part.windows, strict=True)):
+            (_, middle_size, inner_size), (outer_stride, middle_stride, inner_stride) = window.in_three_dims()
+            rows.append(
+                Tile(
+                    slot=begin.first_slot + i,
+                    tensor=tensor,
+                    start=0,
+                    numel=part.numel,
+                    window_offset=window.offset,
+                    middle_size=middle_size,
+                    inner_size=inner_size,
+                    outer_stride=outer_stride,
+                    middle_stride=middle_stride,
+                    inner_stride=inner_stride,
+                    flat_offset=begin.flat_offset + i * part.numel,
+                    filter_address=filter_ and filter_ + FLOAT * i * part.numel,
+                    moment_address=moment and moment + FLOAT * i * part.numel,
+                    half_address=begin.halves_of(i) if part.kernel_factors else 0,
+                    columns=columns,
+                    padded_columns=padded,
+                    third_size=third,
+                )
+            )
+    return rows
 
 
-def _alignment(at: Place, numel: int) -> int:
-    """Whether a block lies in one piece that can be read in whole vectors, or in rows that can, or neither."""
-    if at.strides[-1] != 1 or any(x % 8 for x in (at.base, numel, at.sizes[-1], *at.strides[:-1])):
-        return LOOSE
-    return WHOLE if len(at.sizes) == 1 else ROWS
+def _factor_launches(parts: Sequence[BoundSlice], halves: Tensor) -> list[FactorLaunch]:
+    kinds = [(by_rows, aligned) for by_rows in (True, False) for aligned in (True, False)]
+    found = [(_factor_jobs(parts, halves, *kind), kind) for kind in kinds]
+    found.sort(key=lambda launch: len(launch[0]))  # they overlap, and short ones fit in before long ones, not after
+    return [FactorLaunch(_table(jobs).to(halves.device), *kind) for jobs, kind in found if jobs]
 
 
-def _jobs(parts: Sequence[Part], halves: Tensor, by_rows: bool, even: bool) -> list[list[int]]:
-    """Tiles of the lower triangles of all factors of one side, ``even``: whose rows are aligned."""
-    found = []
-    firsts, half_starts = starts(part.n for part in parts), starts(part.half_numel for part in parts)
-    for part, first, half in zip(parts, firsts, half_starts, strict=False):
-        if part.boxed:
-            rows, thin, ld = part.half_shape
-            factor = part.state["L0" if by_rows else "L1"]
-            side, depth = (part.shape[0], thin * ld) if by_rows else (part.shape[1], rows * thin)
-            if (side % 16 == 0) != even:
-                continue
-            tiles = [(i, j) for i in range(-(-side // SIDE)) for j in range(i + 1)]
-            for slot in range(part.n):
-                source = halves.data_ptr() + 2 * (half + slot * rows * thin * ld)
-                target = factor.data_ptr() + 4 * slot * factor.stride(0)
-                between = thin * ld if by_rows else ld
-                found += [[first + slot, source, between, depth, target, side, i, j] for i, j in tiles]
-    return found
+def _factor_jobs(parts: Sequence[BoundSlice], halves: Tensor, by_rows: bool, aligned: bool) -> list[FactorJob]:
+    """Tiles of the factors of rows or columns, for sides that are aligned or not."""
+    jobs: list[FactorJob] = []
+    mode = 0 if by_rows else 1
+    for begin in _beginnings(parts, halves):
+        part = begin.part
+        if not part.kernel_factors or (part.shape[mode] % 16 == 0) != aligned:
+            continue
+        rows, third, columns = part.half_shape
+        num_tiles = -(-part.shape[mode] // SIDE)
+        for slot, factor in enumerate(part.state[f"L{mode}"].unbind()):
+            first = FactorJob(
+                slot=begin.first_slot + slot,
+                half_address=begin.halves_of(slot),
+                row_stride=third * columns if by_rows else columns,
+                depth=third * columns if by_rows else rows * third,
+                factor_address=factor.data_ptr(),
+                side=part.shape[mode],
+                tile_row=0,
+                tile_column=0,
+            )
+            jobs += [first._replace(tile_row=i, tile_column=j) for i in range(num_tiles) for j in range(i + 1)]
+    return jobs
 
 
-def _thin_jobs(parts: Sequence[Part], halves: Tensor) -> tuple[list[list[int]], list[list[int]]]:
-    """Factors of thin modes: the chunks of gradients they are summed from, and for every slot which chunks are its own."""
-    chunks: list[list[int]] = []
-    slots = []
-    firsts, half_starts = starts(part.n for part in parts), starts(part.half_numel for part in parts)
-    for part, first, half in zip(parts, firsts, half_starts, strict=False):
-        if part.boxed and len(part.shape) == 3:
-            rows, thin, ld = part.half_shape
-            factor, most = part.state["L2"], max(1, CHUNK // ld)
-            for slot in range(part.n):
-                begin, source = len(chunks), halves.data_ptr() + 2 * (half + slot * rows * thin * ld)
-                chunks += [
-                    [source + 2 * row * thin * ld, min(most, rows - row), thin, ld] for row in range(0, rows, most)
-                ]
-                target = factor.data_ptr() + 4 * slot * factor.stride(0)
-                slots.append([first + slot, begin, len(chunks) - begin, target, thin])
-    return chunks, slots
+def _thin_launch(parts: Sequence[BoundSlice], halves: Tensor) -> ThinLaunch | None:
+    """Factors of third modes, and the chunks of gradients that they are summed from."""
+    chunks: list[ThinChunk] = []
+    factors: list[ThinFactor] = []
+    for begin in _beginnings(parts, halves):
+        part = begin.part
+        if not part.kernel_factors or len(part.shape) != 3:
+            continue
+        rows, third, columns = part.half_shape
+        most = max(1, CHUNK // columns)
+        for slot, factor in enumerate(part.state["L2"].unbind()):
+            first = len(chunks)
+            for row in range(0, rows, most):
+                chunks.append(
+                    ThinChunk(
+                        half_address=begin.halves_of(slot) + HALF * row * third * columns,
+                        num_rows=min(most, rows - row),
+                        third_size=third,
+                        padded_columns=columns,
+                    )
+                )
+            factors.append(
+                ThinFactor(
+                    slot=begin.first_slot + slot,
+                    first_chunk=first,
+                    num_chunks=len(chunks) - first,
+                    factor_address=factor.data_ptr(),
+                    side=third,
+                )
+            )
+    if not factors:
+        return None
+    sums = torch.zeros(len(chunks), THIN_SIDE, THIN_SIDE, dtype=torch.float32, device=halves.device)
+    return ThinLaunch(_table(chunks).to(halves.device), _table(factors).to(halves.device), sums)
 
 
-def starts(sizes: Iterable[int]) -> list[int]:
-    """Running totals, from 0 to the total."""
+def running_totals(sizes: Iterable[int]) -> list[int]:
+    """From 0 to the total.
+
+    >>> running_totals([3, 4])
+    [0, 3, 7]
+    """
     return list(accumulate(sizes, initial=0))

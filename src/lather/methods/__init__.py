@@ -1,29 +1,30 @@
-"""Methods on stacks of blocks. To add one: a file, and a line in this table."""
+"""Methods on stacks of blocks. To add one: a file, and its class in ``METHODS``."""
 
-from .base import Batch, Context, Due, Preconditioner, Stack, State, Transform
-from .filter import filter_correction, filter_gradient, init_filter
+from .base import FULL, Context, Hyper, Method, Stack, State, Transform
+from .filter import FILTER_ROLES, FILTER_SUMS, filter_correction, filter_gradient, init_filter
 from .grafts import GRAFTS, Graft
 from .kl import KL
-from .shampoo import Kronecker, factors_of, modes_of
+from .shampoo import Kronecker, Shampoo
 from .soap import Soap
 from .spectral import Spectral
 
-PRECONDITIONERS: dict[str, Transform] = {"shampoo": Kronecker(), "soap": Soap(), "kl": KL(), "spectral": Spectral()}
+METHODS: dict[str, Method] = {method.name: method for method in (Shampoo(), Soap(), KL(), Spectral())}
 
 __all__ = [
+    "FILTER_ROLES",
+    "FILTER_SUMS",
+    "FULL",
     "GRAFTS",
-    "PRECONDITIONERS",
-    "Batch",
+    "METHODS",
     "Context",
-    "Due",
     "Graft",
-    "Preconditioner",
+    "Hyper",
+    "Kronecker",
+    "Method",
     "Stack",
     "State",
     "Transform",
-    "factors_of",
     "filter_correction",
     "filter_gradient",
     "init_filter",
-    "modes_of",
 ]

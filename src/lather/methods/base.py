@@ -1,25 +1,47 @@
-"""What every transform of a stack is given: the stack's description, and the numbers of the step."""
+"""What a method is: it takes in the gradients of a stack of blocks and gives out directions."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .. import options
-from ..linalg import from_host
-
 State = dict[str, Tensor]
+FULL = "full"  # a mode with a whole factor; the other kind keeps its factor's diagonal only
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """The options that methods read, checked and resolved."""
+
+    beta1: float
+    beta2: float
+    beta3: float
+    bias_correction: bool
+    eps: float
+    relative_damping: bool
+    exponent: float | tuple[tuple[int, float], ...] | None
+    exponent_multiplier: float
+    root: str
+    root_device: str | None
+    refresh_delay: int
+    packed: bool
+    state_dtype: torch.dtype
+    root_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    polar: str
+    polar_scale: str | None
+    graft_beta2: float
+    graft_eps: float
 
 
 @dataclass(frozen=True)
 class Stack:
-    """``n`` blocks of one shape; state is kept in ``dtype``, arithmetic done in ``compute``."""
+    """``n`` blocks of one shape. State is kept in ``dtype``; arithmetic is done in ``compute``."""
 
     n: int
     shape: tuple[int, ...]
@@ -36,110 +58,88 @@ class Stack:
 class Context:
     """The numbers of one step for one stack.
 
-    ``group`` holds the options as they are now, ``steps`` the step of each slot's parameter, ``alive [n]`` is 1 for a slot
-    that takes part in the step and 0 for one that must keep its state.
+    ``steps`` has the step of every slot. ``alive [n]`` is 1 for a slot that takes part in the step, and 0 for one that keeps
+    its state. ``bc2`` is the bias correction of factors where that is already on the device.
     """
 
-    group: Mapping[str, Any]
+    hyper: Hyper
     steps: Sequence[int]
     alive: Tensor
-    bc2: Tensor | None = None  # the correction of factors, where it is on the device already
-
-    @cached_property
-    def uniform(self) -> bool:
-        """Whether all slots are at the same step, as they nearly always are."""
-        return self.steps.count(self.steps[0]) == len(self.steps)
-
-    def weight(self, beta: float) -> Tensor:
-        """``1 - beta`` for the slots that take part, 0 for the others: ``[n]``."""
-        return self.alive * (1 - beta)
-
-    def correction(self, of_step: Callable[[int], float]) -> float | Tensor:
-        """A number that depends on the step: one for all slots, or ``[n]`` where their parameters' steps differ."""
-        if self.uniform:
-            return of_step(self.steps[0])
-        return from_host([of_step(t) for t in self.steps], self.alive, self.alive.dtype)
-
-    def factor_correction(self) -> float | Tensor:
-        """``bc2 = 1 - beta2^t``; 1 for the sum and without bias correction."""
-        if self.bc2 is not None:
-            return self.bc2
-        beta2 = self.group["betas"][1]
-        if beta2 == 1 or not self.group["bias_correction"]:
-            return 1.0
-        return self.correction(lambda t: 1 - beta2**t)
-
-    def exponent(self, order: int) -> float:
-        return options.exponent(self.group, order)
-
-
-class Due(NamedTuple):
-    """Slots of a stack whose turn it is."""
-
-    state: State
-    slots: Sequence[int]
-    ctx: Context
-
-
-class Batch(ABC):
-    """Work on some slots of some stacks; ``reads`` is memory that it needs."""
-
-    reads: list[Tensor]
-
-    @abstractmethod
-    def __call__(self) -> list[tuple[int, Sequence[int], Tensor]]:
-        """The number of each stack, its slots, and ``[len(slots)]``, False where that failed."""
+    bc2: Tensor | None = None
 
 
 class Transform(ABC):
-    """A method on stacks: accumulates statistics on every step, and applies them on every step.
+    """Takes in a gradient on every step, and gives out a direction on every step.
 
-    State is a dict of tensors ``[n, ...]`` under short role names that are unique within a bank. A subclass is final, a
-    frozen dataclass whose fields are its options.
+    State is a dict of tensors ``[n, ...]``. Role names are short and unique within a bank.
     """
 
+    roles: ClassVar[Mapping[str, str]] = {}  # first letter of a role in the state -> what reports call it
+    sums: ClassVar[str] = ""  # first letters of roles that start as zeros and take in gradients
+
     @abstractmethod
-    def init(self, stack: Stack, group: Mapping[str, Any]) -> State:
+    def init(self, stack: Stack, hyper: Hyper) -> State:
         """Fresh state."""
 
     @abstractmethod
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
-        """Take in a gradient ``[n, ...]``, in place. Slots that are not alive have a zero gradient and keep their bits."""
+        """Take in a gradient ``[n, ...]``, in place. A slot that is not alive has a zero gradient and keeps its bits."""
 
     @abstractmethod
     def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
-        """The direction for a filtered gradient ``u [n, ...]``; pure."""
+        """The direction for a filtered gradient ``u [n, ...]``. Pure."""
 
 
-class Preconditioner(Transform):
-    """A transform with a part that is refreshed only now and then."""
+class Method(Transform):
+    """A way to precondition blocks, with everything that the rest of the library has to know about it.
 
-    begins_at_once: ClassVar[bool] = False  # whether it can be applied before the first refresh
+    A subclass is final and registered in ``METHODS``. Its class variables are its facts.
+    """
+
+    name: ClassVar[str]  # the value of the option `preconditioner`
+    text: ClassVar[str]  # what it does, for the table of options
+    aliases: ClassVar[tuple[str, ...]] = ()  # what other libraries call it
+    default_eps: ClassVar[float] = 1e-12
+    reads: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # options that mean something to some methods only, this one among them
+    elementwise: ClassVar[str | None] = None  # the graft of parameters without factors, where the user set none
+    refreshes: ClassVar[bool] = False  # whether a part of it is recomputed only now and then
+    waits: ClassVar[bool] = False  # whether it can be applied only after its first refresh
+    follows: ClassVar[bool] = False  # whether it takes the gradient in again after a refresh
+    kernels: ClassVar[str] = (
+        "none"  # what kernels do of it: "none"; "graft", all but its own mathematics; "factors" too
+    )
 
     def follow(self, state: State, grad: Tensor, ctx: Context) -> None:
-        """Take in a gradient after the refresh of the step, in place, as :meth:`accumulate` does before it; if need be."""
+        """Take in a gradient after the refresh of the step, in place."""
 
-    @abstractmethod
-    def apply(self, state: State, u: Tensor, ctx: Context, out: Tensor | None = None) -> Tensor:
-        """As every transform's; into ``out`` if that is given."""
-
-    @abstractmethod
-    def batches(self, due: Sequence[Due], exact: bool = False) -> Iterator[Batch]:
-        """Recompute what is amortised for some slots of some stacks: in parts, each of which has what it needs when it is
-        handed out and can be done later, once.
-
-        A slot that is not alive sits this out too: it keeps what it has, and that is no failure. ``exact``: by the slowest
-        and surest way, for slots that failed before.
-        """
-
-    @abstractmethod
     def publish(self, state: State, slots: Sequence[int]) -> None:
-        """With ``refresh_delay``, put what was refreshed so many steps ago to use."""
+        """With ``refresh_delay``: put to use what was refreshed some steps ago."""
 
-    @abstractmethod
-    def is_capturable(self, due: Sequence[Due]) -> bool:
-        """Whether that refresh is the same operations every time, and the host never waits for their results."""
-
-    @abstractmethod
     def ready(self, state: State) -> Tensor:
-        """``[n]`` bool: the slots that have been refreshed with success, and can be applied."""
+        """``[n]`` bool: the slots that can be applied. Only asked of a method that waits."""
+        raise NotImplementedError
+
+    def check(self, hyper: Hyper) -> None:
+        """Raise ValueError for options that this method cannot have."""
+
+    def idle(self, options: Mapping[str, Any]) -> dict[str, str]:
+        """More options that do nothing with this method, and why. ``options`` is a param group."""
+        return {}
+
+    def first_step(self, period: int, warmup: float) -> int:
+        """The first step that is preconditioned by default; ``period`` is the number of steps between the first refreshes."""
+        return period
+
+    def step_flops(self, shape: Sequence[int], modes: Sequence[str], hyper: Hyper) -> float:
+        """Operations of the matrix products of a step, for one block."""
+        return 0.0
+
+    def refresh_flops(self, shape: Sequence[int], modes: Sequence[str], hyper: Hyper, device: str) -> float:
+        """Operations of a refresh, for one block."""
+        return 0.0
+
+    def solvers(self, shape: Sequence[int], modes: Sequence[str], hyper: Hyper, device: str) -> tuple[str, ...]:
+        """What computes the matrices of a block, for reports: one name for each mode."""
+        return ()

@@ -1,24 +1,25 @@
-"""Elementwise methods: the grafts, and what parameters follow that are not Kronecker-preconditioned."""
+"""Elementwise methods: the grafts, and what parameters follow that are not preconditioned."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, final
+from typing import ClassVar, final
 
 from torch import Tensor
 
-from ..linalg import ema_, per_slot
-from ..options import graft_beta2
-from .base import Context, Stack, State, Transform
+from ..linalg import bias_correction, ema_, per_slot
+from .base import Context, Hyper, Stack, State, Transform
 
 
 class Graft(Transform):
-    """An elementwise method."""
+    """An elementwise method. Its direction is ``u / (sqrt(V) + graft_eps)`` if it has a second moment ``V``, else ``u``."""
+
+    reads: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # options that mean something to some grafts only, this one among them
 
     @abstractmethod
-    def rates(self, group: Mapping[str, Any]) -> tuple[float, float] | None:
+    def rates(self, hyper: Hyper) -> tuple[float, float] | None:
         """``(a, b)`` of ``V <- a V + b g^2``; None if there is no ``V``."""
 
     def correction(self, ctx: Context) -> float | Tensor:
@@ -27,14 +28,13 @@ class Graft(Transform):
 
 
 @final
-@dataclass(frozen=True)
 class Sgd(Graft):
     """The filtered gradient itself."""
 
-    def rates(self, group: Mapping[str, Any]) -> None:
+    def rates(self, hyper: Hyper) -> None:
         return None
 
-    def init(self, stack: Stack, group: Mapping[str, Any]) -> State:
+    def init(self, stack: Stack, hyper: Hyper) -> State:
         return {}
 
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
@@ -47,20 +47,23 @@ class Sgd(Graft):
 class _SecondMoment(Graft):
     """``u / (sqrt(V) + graft_eps)`` with some second moment ``V``."""
 
-    def init(self, stack: Stack, group: Mapping[str, Any]) -> State:
+    roles = {"v": "graft moment"}  # noqa: RUF012
+    sums = "v"
+    reads = frozenset({"graft_eps"})
+
+    def init(self, stack: Stack, hyper: Hyper) -> State:
         return {"v": stack.zeros(*stack.shape)}
 
     def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
         v = state["v"].to(u.dtype)
-        return u / (v / per_slot(self.correction(ctx), v)).sqrt_().add_(ctx.group["graft_eps"])
+        return u / (v / per_slot(self.correction(ctx), v)).sqrt_().add_(ctx.hyper.graft_eps)
 
 
 @final
-@dataclass(frozen=True)
 class Adagrad(_SecondMoment):
     """``V <- V + g^2``"""
 
-    def rates(self, group: Mapping[str, Any]) -> tuple[float, float]:
+    def rates(self, hyper: Hyper) -> tuple[float, float]:
         return 1.0, 1.0
 
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
@@ -70,33 +73,32 @@ class Adagrad(_SecondMoment):
 class _Average(_SecondMoment):
     """``V <- b V + (1 - b) g^2``"""
 
-    def rates(self, group: Mapping[str, Any]) -> tuple[float, float]:
-        return graft_beta2(group), 1 - graft_beta2(group)
+    reads = frozenset({"graft_beta2", "graft_eps"})
+
+    def rates(self, hyper: Hyper) -> tuple[float, float]:
+        return hyper.graft_beta2, 1 - hyper.graft_beta2
 
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
-        ema_(state["v"], grad.square(), ctx.weight(graft_beta2(ctx.group)))
+        ema_(state["v"], grad.square(), ctx.alive * (1 - ctx.hyper.graft_beta2))
 
 
 @final
-@dataclass(frozen=True)
 class RmsProp(_Average):
     """The average as it is."""
 
 
 @final
-@dataclass(frozen=True)
 class Adam(_Average):
-    """Used as ``V / (1 - b^t)``."""
+    """The average, corrected for its start at zero: ``V / (1 - b^t)``."""
 
     def correction(self, ctx: Context) -> float | Tensor:
-        b = graft_beta2(ctx.group)
-        return ctx.correction(lambda t: 1 - b**t)
+        return bias_correction(ctx.steps, ctx.hyper.graft_beta2, ctx.alive)
 
 
 GRAFTS: dict[str | None, Graft] = {
-    "sgd": Sgd(),
-    "adagrad": Adagrad(),
-    "rmsprop": RmsProp(),
     "adam": Adam(),
-    None: Sgd(),  # elementwise parameters without a graft follow the filtered gradient
+    "rmsprop": RmsProp(),
+    "adagrad": Adagrad(),
+    "sgd": Sgd(),
+    None: Sgd(),  # without a graft, elementwise parameters follow the filtered gradient
 }

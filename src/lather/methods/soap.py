@@ -4,53 +4,82 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from .. import roots
 from ..linalg import ema_, norms, per_slot, product, rotate
-from .base import Context, Stack, State
-from .shampoo import FULL, Index, Kronecker, first_factor, modes_of
+from .base import FULL, Context, Hyper, Stack, State
+from .shampoo import ROOT_OPTIONS, Index, Kronecker, factor_correction, first_factor, modes_of
 
-SAME = 0.999  # the square of a product of two eigenvectors from which on they are one
-ROUNDINGS = 64.0  # of a rotation, below which nothing is told from zero
-COARSE = 2.0  # the same where bases are kept in a coarser dtype, or products are made of coarser numbers:
+SAME = 0.999  # squared cosine above which two eigenvectors count as the same
+ROUNDINGS = 64.0  # a rotated element below this many roundings counts as zero
+COARSE = 2.0  # the same where bases, or the numbers in products, are of a coarser dtype
 TF32 = 2.0**-10
 
 
 @final
-@dataclass(frozen=True)
 class Soap(Kronecker):
-    """``w <- beta2 w + (1 - beta2) (Q^T g)^2``, ``P = Q [(Q^T u) / (sqrt(w / bc2) + eps)]``, where ``Q^T`` is all modes times
-    the transposed eigenbases ``Q_i`` of their factors ``L_i``, which are Shampoo's.
+    """``w <- beta2 w + (1 - beta2) (Q^T g)^2``, ``P = Q [(Q^T u) / (sqrt(w / bc2) + eps)]``. ``Q^T`` multiplies all modes by the
+    transposed eigenbases ``Q_i`` of Shampoo's factors ``L_i``.
 
-    State: factors ``L0, L1, ...`` and bases ``Q0, Q1, ...`` (identities until the first refresh, so until then it is Adam) of the
-    full modes, and the second moment ``w``. A mode that is not full has neither: it is not rotated. Columns go by descending
-    eigenvalue, whoever solves: an element of ``w`` belongs to ranks of eigenvalues, and stays when a basis is refreshed, except
-    that it follows vectors that stay and change places (:func:`places`). When bases are no longer made of axes it is moved,
-    ``w <- w x_i (Q_i^T Q_i,old)^2`` with squares of elements: the moment of rotated gradients whose elements are not correlated.
+    State: the second moment ``w``, and of the full modes the factors ``L0, L1, ...`` and bases ``Q0, Q1, ...``. Bases are
+    identities until the first refresh, so until then it is Adam. A mode that is not full is not rotated.
 
-    Where ``w`` should be zero, rotations leave what they round: so ``sqrt(w / bc2)`` counts as at least 64 roundings of its root
-    mean square over the block, or 2 of bases or products that are coarser.
+    Columns of a basis go by descending eigenvalue, for every solver. So an element of ``w`` belongs to ranks of eigenvalues. It
+    stays when a basis is refreshed, except that it follows vectors that stay and change places (:func:`places`). When bases
+    stop being made of axes, ``w`` is moved: ``w <- w x_i (Q_i^T Q_i,old)^2`` with squares of elements, which is exact for
+    rotated gradients whose elements are not correlated.
+
+    Where ``w`` should be zero, rotations leave rounding errors. So ``sqrt(w / bc2)`` counts as at least 64 roundings of its
+    root mean square over the block, or 2 roundings of coarser bases or products.
     """
 
-    begins_at_once: ClassVar[bool] = True
+    name = "soap"
+    text = "SOAP, which is Adam in the eigenbases of Shampoo's factors"
+    roles = Kronecker.roles | {"w": "moment in the basis"}
+    sums = "Lw"
+    default_eps = 1e-8  # Adam's
+    reads = ROOT_OPTIONS - {"exponent", "exponent_multiplier", "damping", "root_dtype"}
+    elementwise = "adam"  # which it is without bases
+    waits = False
+    follows = True
+    kernels = "graft"
 
-    def init(self, stack: Stack, group: Mapping[str, Any]) -> State:
+    def init(self, stack: Stack, hyper: Hyper) -> State:
         state: State = {}
         full = [(i, d) for i, (d, mode) in enumerate(zip(stack.shape, stack.modes, strict=True)) if mode == FULL]
         for i, d in full:
-            state[f"L{i}"] = first_factor(stack, d, group)
+            state[f"L{i}"] = first_factor(stack, d, hyper)
             state[f"Q{i}"] = roots.first_basis(stack.n, d, stack.dtype, stack.device)["Q"]
-        if group["refresh_delay"]:
+        if hyper.refresh_delay:
             state |= {f"Y{i}": torch.zeros_like(state[f"Q{i}"]) for i, _ in full}
         return state | {"w": stack.zeros(*stack.shape)}
 
+    def seen_by(self, state: State, grad: Tensor, mode: int) -> tuple[Tensor, float]:
+        return grad, 1.0
+
+    def exponent(self, hyper: Hyper, order: int) -> float:
+        return 0.5  # a basis has none; one for all orders lets all be solved together
+
+    def products(self, modes: Sequence[str]) -> int:
+        return 3  # rotates the gradient, and what is applied there and back
+
+    def first_step(self, period: int, warmup: float) -> int:
+        """With a warm-up not the very first: in bases of one gradient that gradient is diagonal, and the rest of ``w`` is zero."""
+        return 2 if warmup else period
+
+    def solver(self, hyper: Hyper, device: torch.device | str, order: int) -> roots.RootSolver:
+        return roots.resolve_basis(hyper.root, hyper.root_device or device)
+
+    def solvers(self, shape: Sequence[int], modes: Sequence[str], hyper: Hyper, device: str) -> tuple[str, ...]:
+        name = roots.spell(self.solver(hyper, device, len(shape)))
+        return tuple(name if mode == FULL else "identity" for mode in modes)
+
     def solve(
-        self, solver: roots.RootSolver, a: Tensor, e: float, group: Mapping[str, Any], warm: State, exact: bool
+        self, solver: roots.RootSolver, a: Tensor, e: float, hyper: Hyper, warm: State, exact: bool
     ) -> tuple[State, Tensor]:
         basis = roots.rescue_basis(a) if exact else roots.solve_basis(solver, a, warm)
         axes = roots.first_basis(1, a.shape[-1], a.dtype, a.device)["Q"]
@@ -64,7 +93,7 @@ class Soap(Kronecker):
         for i, q in new.items():
             old = state[f"Q{i}"][index]
             axes = axes & _is_of_axes(old)
-            squares[i] = alike(old.to(x.dtype), q.to(x.dtype))
+            squares[i] = squared_cosines(old.to(x.dtype), q.to(x.dtype))
             shape = [len(x), *(1 for _ in w.shape[1:])]
             shape[i + 1] = -1
             placed = placed.gather(i + 1, places(squares[i]).view(shape).expand_as(x))
@@ -77,11 +106,11 @@ class Soap(Kronecker):
         return waiting[:, :, 0].ne(0).any(1)  # zeros are no basis
 
     def follow(self, state: State, grad: Tensor, ctx: Context) -> None:
-        square, beta2 = rotated(grad, _transposed(bases(state, grad))).square(), ctx.group["betas"][1]
+        square, beta2 = rotated(grad, _transposed(bases(state, grad))).square(), ctx.hyper.beta2
         if beta2 == 1:
             state["w"].add_(square)
         else:
-            ema_(state["w"], square, ctx.weight(beta2))
+            ema_(state["w"], square, ctx.alive * (1 - beta2))
 
     def ready(self, state: State) -> Tensor:
         return torch.ones(len(state["w"]), dtype=torch.bool, device=state["w"].device)
@@ -98,20 +127,20 @@ def bases(state: State, like: Tensor) -> list[Tensor | None]:
     return [None if q is None else q.to(like.dtype) for q in found]
 
 
-def alike(old: Tensor, new: Tensor) -> Tensor:
-    """``[n, d, d]``: squares of the products of every column of ``new [n, d, d]`` with all of ``old``, of length 1."""
+def squared_cosines(old: Tensor, new: Tensor) -> Tensor:
+    """``[n, d, d]``: of every column of ``new [n, d, d]`` with every column of ``old``."""
     new, old = (
         q / torch.linalg.vector_norm(q, dim=1, keepdim=True) for q in (new, old)
-    )  # a coarse dtype has rounded them
+    )  # they were rounded to a coarse dtype
     return product(new.mT, old).square()
 
 
 def places(squares: Tensor) -> Tensor:
-    """``[n, d]``: the old column that every new one takes over from, given how much they are :func:`alike`.
+    """``[n, d]``: the old column that every new one takes over from, given their :func:`squared_cosines`.
 
-    That is the one with the same vector, if there is one; the others take what is left, in order.
+    It is the column with the same vector, if there is one. The others take what is left, in order.
 
-    >>> places(alike(torch.eye(3)[None], torch.eye(3)[None][:, :, [0, 2, 1]]))
+    >>> places(squared_cosines(torch.eye(3)[None], torch.eye(3)[None][:, :, [0, 2, 1]]))
     tensor([[0, 2, 1]])
     """
     most, same = squares.max(-1)
@@ -136,14 +165,14 @@ def _transposed(factors: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 def _denominator(state: State, dtype: torch.dtype, ctx: Context) -> Tensor:
     w = state["w"].to(dtype)
-    root = (w / per_slot(ctx.factor_correction(), w)).sqrt_()
+    root = (w / per_slot(factor_correction(ctx), w)).sqrt_()
     if modes := modes_of(state):
         coarse = [torch.finfo(state[f"Q{modes[0]}"].dtype).eps]
         coarse += [TF32] if w.is_cuda and dtype == torch.float32 and not roots.are_products_exact() else []
         rounding = max(ROUNDINGS * torch.finfo(dtype).eps, COARSE * max(coarse))
         least = norms(root) * (rounding / math.sqrt(root[0].numel()))
         root = torch.maximum(root, per_slot(least, root))
-    return root.add_(ctx.group["eps"])
+    return root.add_(ctx.hyper.eps)
 
 
 def _is_of_axes(q: Tensor) -> Tensor:

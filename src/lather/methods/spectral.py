@@ -1,28 +1,30 @@
-"""Muon: the filtered gradient with all singular values made 1."""
+"""Muon: the filtered gradient with every singular value set to 1."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from torch import Tensor
 
 from .. import roots
-from .base import Context, Stack, State, Transform
-
-_polar = lru_cache(maxsize=64)(roots.parse_polar)
+from .base import Context, Hyper, Method, Stack, State
 
 
 @final
-@dataclass(frozen=True)
-class Spectral(Transform):
-    """``P = U V^T`` of ``u = U S V^T``, times what ``polar_scale`` says. A block of more than two modes is the matrix of its
-    first mode and the rest. No state, nothing to refresh."""
+class Spectral(Method):
+    """``P = U V^T`` of ``u = U S V^T``, times the factor that ``polar_scale`` asks for.
 
-    def init(self, stack: Stack, group: Mapping[str, Any]) -> State:
+    A block with more than two modes counts as the matrix of its first mode and the rest. It has no state and no refreshes.
+    """
+
+    name = "spectral"
+    text = "Muon, which orthogonalises the filtered gradient of every block"
+    aliases = ("muon",)
+    reads = frozenset({"polar", "polar_scale"})
+
+    def init(self, stack: Stack, hyper: Hyper) -> State:
         return {}
 
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
@@ -30,8 +32,23 @@ class Spectral(Transform):
 
     def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
         matrices = u.reshape(u.shape[0], u.shape[1], -1)
-        factors = _polar(ctx.group["polar"])(matrices)
-        return (factors * scale_of(ctx.group["polar_scale"], *matrices.shape[1:])).view(u.shape)
+        factors = roots.parse_polar(ctx.hyper.polar)(matrices)
+        return (factors * scale_of(ctx.hyper.polar_scale, *matrices.shape[1:])).view(u.shape)
+
+    def idle(self, options: Mapping[str, Any]) -> dict[str, str]:
+        found = {}
+        if options["large_dim"] == "diagonal":
+            found["large_dim"] = f"with preconditioner={self.name!r}, which has no factors; use 'block' or 'adagrad'"
+        grafted = options["graft"] is not None and options["start_preconditioning_step"] != math.inf
+        if options["polar_scale"] is not None and grafted:
+            found["polar_scale"] = f"with graft={options['graft']!r}, which sets the length of directions"
+        return found
+
+    def step_flops(self, shape: Sequence[int], modes: Sequence[str], hyper: Hyper) -> float:
+        return roots.parse_polar(hyper.polar).flops(shape[0], math.prod(shape[1:]))
+
+    def solvers(self, shape: Sequence[int], modes: Sequence[str], hyper: Hyper, device: str) -> tuple[str, ...]:
+        return (hyper.polar,)
 
 
 def scale_of(rule: str | None, rows: int, columns: int) -> float:

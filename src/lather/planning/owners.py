@@ -1,43 +1,24 @@
-"""What a block costs, and a balanced assignment of costs to bins.
-
-Blocks go to ranks by a greedy rule; within a period, refreshes go to steps as evenly, and those alike together.
-"""
+"""A balanced assignment of costs to bins: blocks to ranks, and refreshes to the steps of a period."""
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from ..roots import RootSolver
-from .blocks import Block
-
-# What moving a byte costs, counted in FLOPs of float32: a block's elements are read and written many times in a step, and
-# its direction is sent to everyone. Of the order of what accelerators and their links do.
+# What moving a byte costs, in FLOPs of float32. A block's elements are read and written many times in a step, and its
+# direction is sent to everyone. The number is of the order of what accelerators and their links do.
 FLOPS_PER_BYTE = 1024
 
 
-def step_flops(block: Block, products: int = 1) -> float:
-    """Matrix products of one step: for every full mode a Gram matrix, and so many products with its root."""
-    each = 2.0 * (1 + products) * math.prod(block.shape)
-    return sum(each * (d if mode == "full" else 1) for d, mode in zip(block.shape, block.modes, strict=False))
-
-
-def refresh_flops(block: Block, solver: Callable[[int], RootSolver]) -> float:
-    """Root work of one refresh, given the solver for each size."""
-    sides = zip(block.shape, block.modes, strict=False)  # an elementwise block has no modes
-    return sum(solver(d).flops(d) if mode == "full" else float(d) for d, mode in sides)
-
-
-def load(block: Block, flops: float) -> int:
-    """A block's cost on a step, in FLOPs: its products and its share of the root work, and the bytes of its direction.
+def load(numel: int, flops: float) -> int:
+    """The cost of a step in FLOPs, for a block of ``numel`` elements: its own ``flops``, and the bytes of its direction.
 
     A whole number, so that sums do not depend on their order and ties are exact.
     """
-    return int(flops) + 4 * math.prod(block.shape) * FLOPS_PER_BYTE
+    return int(flops) + 4 * numel * FLOPS_PER_BYTE
 
 
 def greedy(

@@ -1,43 +1,61 @@
-"""When roots are refreshed. The schedule lives in Python, so a step never has to ask the device."""
+"""When roots are refreshed. The schedule is computed on the host, so a step never has to ask the device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+
+from ..settings import Settings
 
 
-def period(t: int, group: Mapping[str, Any]) -> int:
-    """Steps between refreshes around step ``t``: ``precondition_frequency``, or while that is more than the part
-    ``refresh_warmup`` of ``t``, the largest power of two that is not.
+def period(t: int, settings: Settings) -> int:
+    """Steps between refreshes around step ``t``.
 
-    >>> [period(t, {"precondition_frequency": 10, "refresh_warmup": 0.1}) for t in (1, 19, 20, 40, 159, 160)]
-    [1, 1, 2, 4, 8, 10]
+    It is ``precondition_frequency``. While that is more than the fraction ``refresh_warmup`` of ``t``, it is the largest power
+    of two that is not.
     """
-    frequency: int = group["precondition_frequency"]
-    if not group["refresh_warmup"]:
-        return frequency
-    return min(frequency, 1 << max(0, int(t * group["refresh_warmup"]).bit_length() - 1))
+    if not settings.warmup:
+        return settings.frequency
+    return min(settings.frequency, 1 << max(0, int(t * settings.warmup).bit_length() - 1))
 
 
-def first_step(group: Mapping[str, Any]) -> float:
-    """The first step that is preconditioned. Of a SOAP that is warmed up not the very first: in bases made of one gradient that
-    gradient is diagonal, and all the rest of the moment would be zero."""
-    start = group["start_preconditioning_step"]
-    if start is not None:
-        return float(start)
-    return 2.0 if group["preconditioner"] == "soap" and group["refresh_warmup"] else float(period(1, group))
+def is_due(t: int, settings: Settings, offset: int | None = None) -> bool:
+    """Whether a block is refreshed in its step ``t``.
 
-
-def is_due(t: int, group: Mapping[str, Any], offset: int | None) -> bool:
-    """Refreshed together (no offset): at the first step that is preconditioned and at later multiples of the period.
-
-    Staggered: from that step on, whenever ``t`` leaves the rest ``offset``.
-
-    >>> group = {"precondition_frequency": 5, "refresh_warmup": 0.0, "start_preconditioning_step": 3}
-    >>> [t for t in range(1, 13) if is_due(t, group, None)], [t for t in range(1, 13) if is_due(t, group, 1)]
-    ([3, 5, 10], [6, 11])
+    Together (no offset): at the first refresh and at later multiples of the period. Staggered: from the first refresh on,
+    whenever ``t`` leaves the remainder ``offset``.
     """
-    every, start = period(t, group), first_step(group)
+    every, first = period(t, settings), settings.first_refresh
     if offset is None:
-        return t == start or (t > start and t % every == 0)
-    return t >= start and t % every == offset % every
+        return t == first or (t > first and t % every == 0)
+    return t >= first and t % every == offset % every
+
+
+def due_slots(
+    slots: Sequence[int],
+    steps: Sequence[int],
+    active: Sequence[bool],
+    settings: Settings,
+    offsets: Sequence[int] | None,
+    delay: int = 0,
+) -> list[int]:
+    """The slots to refresh now. ``steps``, ``active`` and ``offsets`` are by slot; with a ``delay``, those that were due so many
+    steps ago."""
+    t = steps[slots[0]]
+    if offsets is None and steps.count(t) == len(steps) and not is_due(t - delay, settings):
+        return []
+    return [
+        slot
+        for slot in slots
+        if active[slot] and is_due(steps[slot] - delay, settings, offsets[slot] if offsets else None)
+    ]
+
+
+def started_slots(steps: Sequence[int], settings: Settings) -> list[bool]:
+    """The slots that have reached ``start_preconditioning_step``.
+
+    Its default says only when roots are first refreshed. So raising the frequency later does not take roots away. Before that
+    step blocks follow the graft. If there is none, a method that can do without its first refresh starts at once.
+    """
+    method = settings.method
+    at_once = method is not None and method.refreshes and not method.waits and not settings.grafted
+    return [at_once or settings.start is None or t >= settings.start for t in steps]

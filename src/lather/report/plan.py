@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from .. import options
+from ..compute.bank import block_state
+from ..methods import FILTER_ROLES
+from ..options import OPTIONS, dtype_name, hint, whole
 from ..planning.blocks import Block
-from ..planning.plan import BankKey, Plan, Spec, make_plan, refresh_cost, step_cost
-from ..roots import NO_CHOICES, Choices, chosen, spell
-from ..runtime.checkpoint import block_state
-from ..runtime.unit import make_drafts
-from ..storage.tensors import team_of
-from ..storage.update import state_of
-from .scale import RankReport, block_bytes, layout_named, rank_report, scratch_bytes
+from ..planning.layouts import layout_named, team_of
+from ..planning.plan import BankKey, Plan, Spec, make_plan, refresh_flops, step_flops
+from ..runtime.unit_plan import plan_units
+from ..settings import Settings, check_options, idle_on
+from ..storage.averaging import state_of
+from .scale import RankReport, block_bytes, rank_report, scratch_bytes
 
 WASTE = 0.2  # padding above which to say what helps
-KINDS = {
-    "L": "factors",
-    "X": "roots",
-    "Y": "roots to come",
-    "Q": "basis",
-    "w": "moment in the basis",
-    "m": "filtered gradient",
-    "v": "graft moment",
-}
 
 
 @dataclass(frozen=True)
@@ -52,7 +43,6 @@ class BankRow:
     modes: tuple[str, ...]
     solvers: tuple[str, ...]
     state_bytes: int
-    milliseconds: tuple[dict[str, float | None], ...]  # per matrix, of each side's candidates; None: it fails
 
 
 class PlanReport:
@@ -66,26 +56,21 @@ class PlanReport:
     (20480, 20480)
     """
 
-    def __init__(
-        self, plan: Plan, places: Sequence[int] | None = None, choices: Choices = NO_CHOICES, rules: Sequence[str] = ()
-    ) -> None:
-        """``places``: those of the rank that asks; without, the most loaded one of every team. ``choices``: measured. ``rules``:
-        of the param groups."""
+    def __init__(self, plan: Plan, places: Sequence[int] | None = None, rules: Sequence[str] = ()) -> None:
+        """``places`` are those of the rank that asks; by default the most loaded one of every team. ``rules`` made the groups."""
         blocks: list[list[Block]] = [[] for _ in plan.specs]
         for block in plan.blocks:
             blocks[block.param].append(block)
         self.params = [_param_row(plan, *item, rules) for item in zip(plan.specs, blocks, strict=True)]
-        self.banks = _bank_rows(plan, choices)
+        self.banks = _bank_rows(plan)
         self.notes = _notes(plan)
         self.memory = _memory(plan)
         self.teams = [rank_report(plan, team, places[team] if places else None) for team in range(len(plan.teams))]
-        drafts = make_drafts(plan, [team.place for team in self.teams]) if len(self.teams) > 1 else []
+        drafts = plan_units(plan, [team.place for team in self.teams]) if len(self.teams) > 1 else []
         self.scratch_bytes = scratch_bytes(drafts) if drafts else self.teams[0].scratch_bytes
-        self.step_flops = sum(step_cost(block, plan.groups[plan.specs[block.param].group]) for block in plan.blocks)
-        self.refresh_flops = sum(
-            len(numbers) * refresh_cost(plan.blocks[numbers[0]], plan.groups[key.group], key.device)
-            for key, numbers in plan.all_banks().items()
-        )
+        banks = [(len(ns), plan.blocks[ns[0]], plan.settings[k.group], k.device) for k, ns in plan.all_banks().items()]
+        self.step_flops = sum(n * step_flops(block, settings) for n, block, settings, _ in banks)
+        self.refresh_flops = sum(n * refresh_flops(block, settings, device) for n, block, settings, device in banks)
 
     @property
     def state_bytes(self) -> int:
@@ -150,124 +135,76 @@ def plan(
     for name, shape in shapes.items():
         if not isinstance(shape, Sequence) or any(not isinstance(d, int) or d < 0 for d in shape):
             raise ValueError(f"the shape of {name!r} is {shape!r}; it must be a tuple of whole numbers of at least 0")
-    group = {name: option.default for name, option in options.OPTIONS.items()}
+    group = {name: option.default for name, option in OPTIONS.items()}
     for name in given:
         if name not in group:
-            raise ValueError(f"unknown option {name!r}{options.hint(name)}")
-    group |= given
-    options.check_options(group)
-    dtype = options.dtype_name("dtype", dtype)
+            raise ValueError(f"unknown option {name!r}{hint(name)}")
+    settings = check_options(group | given)
+    dtype = dtype_name("dtype", dtype)
     try:
         torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is none that torch knows: {error}") from error
-    ranks, stages = options.whole("ranks", ranks), options.whole("stages", stages)
-    trainers = (
-        ranks if num_trainers_per_group is None else options.whole("num_trainers_per_group", num_trainers_per_group)
-    )
+    ranks, stages = whole("ranks", ranks), whole("stages", stages)
+    trainers = ranks if num_trainers_per_group is None else whole("num_trainers_per_group", num_trainers_per_group)
     specs = []
     for name, shape in shapes.items():
         _, layout = team_of(range(ranks), layout_named(shard, ranks, len(shape)), trainers, 0, name)
         specs.append(Spec(name, tuple(shape), 0, device, dtype, 0, layout))
-    return PlanReport(make_plan(specs, [group], [range(trainers)], stages))
-
-
-def check_memory(plan: Plan, places: Sequence[int], devices: Mapping[str, torch.device]) -> None:
-    """Refuse, before anything is allocated, state of a rank that cannot fit on its device; ``devices`` by the plan's names."""
-    totals: dict[str, int] = {}
-    for key, numbers in plan.banks_of(places).items():
-        totals[key.device] = totals.get(key.device, 0) + len(numbers) * block_bytes(plan, key)
-    for device, total in totals.items():
-        limit = _device_memory(devices[device])
-        if limit is not None and total > limit:
-            spec, side = _largest_factor(plan, device)
-            raise ValueError(
-                f"the optimizer state would take {bytes_text(total)} but {device} has {bytes_text(limit)}; the largest factor is "
-                f"of side {side}, for parameter {spec.name} of shape {spec.shape}. Lower max_preconditioner_dim (now "
-                f"{plan.groups[spec.group]['max_preconditioner_dim']}) or set large_dim='diagonal'"
-            )
+    return PlanReport(make_plan(specs, [settings], [range(trainers)], stages))
 
 
 def _notes(plan: Plan) -> list[str]:
     """What a user might not expect: options without effect where the parameters are."""
     used = dict.fromkeys((spec.group, spec.device) for spec in plan.specs)
-    return list(dict.fromkeys(note for g, device in used for note in options.idle_on(device, plan.groups[g])))
+    return list(dict.fromkeys(note for g, device in used for note in idle_on(device, plan.settings[g].given)))
 
 
 def _memory(plan: Plan) -> dict[str, int]:
     """Bytes of the whole state, by kind."""
-    memory = dict.fromkeys((*KINDS.values(), "momentum", "averaging"), 0)
+    memory: dict[str, int] = {}
     for key, numbers in plan.all_banks().items():
+        settings = plan.settings[key.group]
+        method = settings.method_of(key.kind)
+        kinds = {**(method.roles if method else {}), **FILTER_ROLES, **settings.graft_of(key.kind).roles}
         for role, like in block_state(plan, key).items():
-            memory[KINDS[role[0]]] += len(numbers) * like.nbytes
+            kind = kinds.get(role[0], "other")
+            memory[kind] = memory.get(kind, 0) + len(numbers) * like.nbytes
     for spec in plan.specs:
-        for role, dtype in state_of(getattr(torch, spec.dtype), plan.groups[spec.group]).items():
-            memory["momentum" if role == "momentum" else "averaging"] += math.prod(spec.shape) * dtype.itemsize
+        for role, dtype in state_of(getattr(torch, spec.dtype), plan.settings[spec.group]).items():
+            kind = "momentum" if role == "momentum" else "averaging"
+            memory[kind] = memory.get(kind, 0) + math.prod(spec.shape) * dtype.itemsize
     memory = {kind: size for kind, size in memory.items() if size}
     return memory | {"total": sum(memory.values())}
+
+
+def _method_name(settings: Settings, kind: str) -> str:
+    method = settings.method_of(kind)
+    return method.name if method else "adagrad" if kind == "adagrad" else settings.elementwise
 
 
 def _param_row(plan: Plan, spec: Spec, blocks: Sequence[Block], rules: Sequence[str]) -> ParamRow:
     rule = rules[spec.group] if spec.group < len(rules) else ""
     if not blocks:
         return ParamRow(spec.name, spec.shape, "nothing", 0, (), "empty", rule)
-    group, first = plan.groups[spec.group], blocks[0]
-    names = {"kronecker": group["preconditioner"], "graft": options.elementwise(group) or "sgd"}
-    method = names.get(first.method, first.method)
+    method = _method_name(plan.settings[spec.group], blocks[0].kind)
     shapes = tuple(dict.fromkeys(block.shape for block in blocks))
-    return ParamRow(spec.name, spec.shape, method, len(blocks), shapes, first.reason, rule)
+    return ParamRow(spec.name, spec.shape, method, len(blocks), shapes, blocks[0].reason, rule)
 
 
-def _bank_rows(plan: Plan, choices: Choices) -> list[BankRow]:
-    """Banks of all ranks and routes that do the same."""
-    slots: dict[tuple[Any, ...], int] = {}
+def _bank_rows(plan: Plan) -> list[BankRow]:
+    """Banks of all ranks and transports that do the same."""
+    found: dict[tuple[Any, ...], list[BankKey]] = {}
     for key in plan.keys:
-        alike = key.group, key.device, key.method, key.shape, key.modes
-        slots[alike] = slots.get(alike, 0) + 1
-    example = {(key.group, key.device, key.method, key.shape, key.modes): key for key in plan.keys}
+        found.setdefault((key.group, key.device, key.kind, key.shape, key.modes), []).append(key)
     rows = []
-    for alike, count in slots.items():
-        key = example[alike]
-        size = count * block_bytes(plan, key)
-        solvers, times = _solvers(key, options.with_choices(plan.groups[key.group], choices))
-        rows.append(BankRow(key.group, key.method, count, key.shape, key.modes, solvers, size, times))
+    for keys in found.values():
+        key, settings = keys[0], plan.settings[keys[0].group]
+        method = settings.method_of(key.kind)
+        solvers = method.solvers(key.shape, key.modes, settings.hyper, key.device) if method else ()
+        size, name = len(keys) * block_bytes(plan, key), _method_name(settings, key.kind)
+        rows.append(BankRow(key.group, name, len(keys), key.shape, key.modes, solvers, size))
     return rows
-
-
-def _solvers(key: BankKey, group: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[dict[str, float | None], ...]]:
-    """The solver of each side, and what the candidates take if that was measured; without roots, the way to the polar factor."""
-    if options.is_spectral(group):
-        return ((group["polar"],), ({},)) if key.modes else ((), ())
-    e, solvers, times = options.exponent(group, len(key.shape)), list[str](), list[dict[str, float | None]]()
-    device, other = group["root_device"] or key.device, "identity" if options.is_soap(group) else "diagonal"
-    for d, mode in zip(key.shape, key.modes, strict=False):
-        choice = chosen(group["root"], d, device, e) if isinstance(group["root"], Mapping) else None
-        ms = choice.milliseconds if choice and mode == "full" else {}
-        solvers.append(spell(options.solver(group, d, device, len(key.shape))) if mode == "full" else other)
-        times.append({name: t if t < math.inf else None for name, t in ms.items()})
-    return tuple(solvers), tuple(times)
-
-
-def _largest_factor(plan: Plan, device: str) -> tuple[Spec, int]:
-    sides = [
-        (d, block.param)
-        for block in plan.blocks
-        if plan.specs[block.param].device == device
-        for d, mode in zip(block.shape, block.modes or ("none",), strict=False)
-        if mode == "full"
-    ]
-    side, param = max(sides, default=(1, 0))
-    return plan.specs[param], side
-
-
-def _device_memory(device: torch.device) -> int | None:
-    """Bytes that the device has in all, if that can be known."""
-    kind = device.type
-    if kind == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    if kind == "cpu" and hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None
 
 
 def table(head: Sequence[str], rows: Any) -> list[str]:
@@ -282,18 +219,8 @@ def _param_cells(row: ParamRow) -> tuple[str, ...]:
 
 
 def _bank_cells(row: BankRow) -> tuple[str, ...]:
-    solver = ", ".join(dict.fromkeys(map(_solver_text, row.solvers, row.milliseconds))) or "-"
+    solver = ", ".join(dict.fromkeys(row.solvers)) or "-"
     return f"{row.group}:{row.method}", str(row.slots), _times(row.shape), solver, bytes_text(row.state_bytes)
-
-
-def _solver_text(solver: str, times: Mapping[str, float | None]) -> str:
-    """Such as ``minimax 0.31 ms (newton 1.8, eigh fails)``."""
-    if not times:
-        return solver
-    text = {name: "fails" if ms is None else f"{ms:.2g}" for name, ms in times.items()}
-    own = text.pop(solver, "fails")
-    others = ", ".join(f"{name} {ms}" for name, ms in text.items())
-    return f"{solver} {own}{'' if own == 'fails' else ' ms'}" + (f" ({others})" if others else "")
 
 
 def scale_table(rows: Mapping[int, RankReport]) -> str:

@@ -9,25 +9,23 @@ from typing import Any
 
 import torch
 
-from ..planning import owners as assign
-from ..planning.blocks import Axis, Layout
-from ..planning.plan import BankKey, Plan, refresh_cost, step_cost
-from ..runtime.checkpoint import block_state
-from ..runtime.unit import Draft
-from ..storage.buffers import ArenaKey
-from ..storage.update import state_of
-
-SHARDINGS = "ddp, fsdp, hsdp=K or tp=K"
+from ..compute.bank import block_state
+from ..planning.owners import imbalance
+from ..planning.plan import BankKey, Plan, mean_flops
+from ..runtime.unit_plan import UnitPlan
+from ..storage.averaging import state_of
+from ..storage.buffers import ScratchKey
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """The ranks that share the work: so many ``trainers``.
+    """What a team of ``trainers`` ranks, which share the work, needs.
 
-    Bytes are per rank. Buffers, scratch and what a step receives from other ranks (gradients inbound, directions outbound)
-    are those of ``place``: this rank's own or, on paper, the one with the most state. ``padding`` is the share of what is
-    received that only evens out the messages of all-gathers; work is in FLOP per step, refreshes spread over their period;
-    ``imbalance`` is its largest over its mean, C(N); ``law_bytes`` is the paper's ``(4 P / N + P) C(N)`` in float32.
+    Bytes are per rank. Buffers, scratch memory and what a step receives from other ranks (gradients inbound, directions
+    outbound) are those of ``place``: this rank's own or, on paper, the one with the most state. ``padding`` is the fraction of
+    what is received that only evens out the messages of all-gathers. Work is in FLOP per step, with refreshes spread over
+    their period. ``imbalance`` is the largest work over the mean, C(N). ``law_bytes`` is the paper's ``(4 P / N + P) C(N)`` in
+    float32.
     """
 
     trainers: int
@@ -50,27 +48,27 @@ class RankReport:
 
 
 def rank_report(plan: Plan, team: int, place: int | None) -> RankReport:
-    """Of one team, as seen from a place; without one, from the place that has the most state."""
+    """Of one team, as seen from a place; by default the place that has the most state."""
     state, work = place_totals(plan, team)
     place = max(range(len(state)), key=lambda p: (state[p], -p)) if place is None else place
-    drafts = [Draft(plan, route, place) for route in plan.routes if route.team == team]
+    units = [UnitPlan(plan, transport, place) for transport in plan.transports if transport.team == team]
     received = {"inbound": 0, "outbound": 0}
-    for draft in drafts:
-        for way, size in draft.received_bytes().items():
+    for unit in units:
+        for way, size in unit.received_bytes().items():
             received[way] += size
     numel = sum(math.prod(spec.shape) for spec in plan.specs if spec.team == team)
-    trainers, c = len(state), assign.imbalance(work)
+    trainers, c = len(state), imbalance(work)
     return RankReport(
         trainers=trainers,
         place=place,
         state_bytes=state[place],
         state_bytes_max=max(state),
         state_bytes_mean=sum(state) / trainers,
-        buffer_bytes=sum(draft.buffer_bytes() for draft in drafts),
-        scratch_bytes=scratch_bytes(drafts),
+        buffer_bytes=sum(unit.buffer_bytes() for unit in units),
+        scratch_bytes=scratch_bytes(units),
         inbound_bytes=received["inbound"],
         outbound_bytes=received["outbound"],
-        padding=sum(draft.padding_bytes() for draft in drafts) / max(1, sum(received.values())),
+        padding=sum(unit.padding_bytes() for unit in units) / max(1, sum(received.values())),
         work_max=max(work),
         work_mean=sum(work) / trainers,
         imbalance=c,
@@ -78,23 +76,23 @@ def rank_report(plan: Plan, team: int, place: int | None) -> RankReport:
     )
 
 
-def scratch_bytes(drafts: Sequence[Draft]) -> int:
-    """What the units of a rank keep beside state and messages: buffers that they share, and tables of indices."""
-    needs: dict[ArenaKey, int] = {}
-    for draft in drafts:
-        for key, numel in draft.scratch():
+def scratch_bytes(units: Sequence[UnitPlan]) -> int:
+    """What the units of a rank keep besides state and messages: buffers that they share, and tables of indices."""
+    needs: dict[ScratchKey, int] = {}
+    for unit in units:
+        for key, numel in unit.scratch():
             needs[key] = max(numel, needs.get(key, 0))
     shared = sum(numel * dtype.itemsize for (_, _, dtype), numel in needs.items())
-    return shared + index_bytes(drafts)
+    return shared + index_bytes(units)
 
 
-def index_bytes(drafts: Iterable[Draft]) -> int:
-    """Tables that tell the places of packed factors, one pair for each size and device. Kernels pack without one."""
+def index_bytes(units: Iterable[UnitPlan]) -> int:
+    """Tables of where the elements of packed factors are, one pair for each size and device. Kernels pack without one."""
     numels: dict[tuple[str, str, int], int] = {}
-    for draft in drafts:
-        by_kernels = {share.key for fleet in draft.fleets for share in fleet if share.boxed}
-        for key in draft.banks:
-            packed = draft.plan.groups[key.group]["factors"] == "packed"
+    for unit in units:
+        by_kernels = {part.key for parts in unit.by_kernels for part in parts if part.kernel_factors}
+        for key in unit.banks:
+            packed = unit.plan.settings[key.group].hyper.packed
             for d, mode in zip(key.shape, key.modes, strict=False):
                 if packed and mode == "full":
                     numels["unpack", key.device, d] = d * d
@@ -109,15 +107,14 @@ def place_totals(plan: Plan, team: int) -> tuple[list[int], list[float]]:
     state, work = [0] * places, [0.0] * places
     known: dict[BankKey, tuple[int, float]] = {}
     for block, owner, key in zip(plan.blocks, plan.owners, plan.keys, strict=True):
-        if key.route.team == team:
+        if key.transport.team == team:
             if key not in known:
-                group = plan.groups[key.group]
-                refresh = refresh_cost(block, group, key.device) / group["precondition_frequency"]
-                known[key] = block_bytes(plan, key), refresh + step_cost(block, group)
+                flops = mean_flops(block, plan.settings[key.group], key.device)
+                known[key] = block_bytes(plan, key), flops
             state[owner] += known[key][0]
             work[owner] += known[key][1]
     for spec in (spec for spec in plan.specs if spec.team == team):
-        dtypes = state_of(getattr(torch, spec.dtype), plan.groups[spec.group]).values()
+        dtypes = state_of(getattr(torch, spec.dtype), plan.settings[spec.group]).values()
         size = sum(dtype.itemsize for dtype in dtypes)
         for place in range(places if size else 0):
             state[place] += spec.layout.region(spec.shape, place).numel * size
@@ -127,24 +124,3 @@ def place_totals(plan: Plan, team: int) -> tuple[list[int], list[float]]:
 def block_bytes(plan: Plan, key: BankKey) -> int:
     """State of one block of a bank."""
     return sum(like.nbytes for like in block_state(plan, key).values())
-
-
-def layout_named(name: str, ranks: int, order: int) -> Layout:
-    """The layout of a tensor of this order over so many ranks: ``ddp``, ``fsdp``, ``hsdp=K`` or ``tp=K``.
-
-    ``hsdp=K`` shards over K ranks and repeats that; ``tp=K`` splits the second dimension over K ranks and the first
-    over the others.
-
-    >>> layout_named("hsdp=4", 8, order=2)
-    Layout(axes=(Axis(size=2, dim=None), Axis(size=4, dim=0)), order=(), cells=())
-    """
-    kind, _, count = name.partition("=")
-    first, second = (0 if order else None), (1 if order > 1 else None)
-    if kind in ("ddp", "fsdp") and not count:
-        return Layout((Axis(ranks, first if kind == "fsdp" else None),))
-    if kind not in ("hsdp", "tp") or not count.isdecimal() or int(count) == 0:
-        raise ValueError(f"shard={name!r} is not valid: it must be {SHARDINGS}")
-    if ranks % int(count):
-        raise ValueError(f"shard={name!r} does not divide {ranks} ranks")
-    outer, inner = ranks // int(count), int(count)
-    return Layout((Axis(outer), Axis(inner, first)) if kind == "hsdp" else (Axis(outer, first), Axis(inner, second)))

@@ -1,6 +1,6 @@
 """Inverse roots `(A + eps I)^(-e)` and eigenbases of stacks of symmetric positive semi-definite matrices, and polar factors.
 
-A new solver is one file and one entry in `SOLVERS` (or `POLARS`); the conformance tests run over these tables.
+A new solver is one file and one entry in `SOLVERS` (or `POLARS`). The conformance tests run over these tables.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..linalg import product, symmetrize
-from .auto import NO_CHOICES, Choices, choose, chosen, decide, measure
 from .base import Basis, EigenSolver, Root, RootSolver, lift, settle
 from .eigh import Eigh
 from .firstorder import first_basis
@@ -20,15 +19,13 @@ from .numerics import are_products_exact, power, products_in, relative_ridge
 from .polar import NewtonSchulz, Polar, PolarExpress, Svd
 from .products import has_kernels, stages
 from .qr import Qr
-from .spec import POLARS, SOLVERS, parse, parse_polar, resolve, resolve_basis, spell
+from .spec import POLARS, SOLVERS, choose, parse, parse_polar, resolve, resolve_basis, spell
 from .track import Track
 
 __all__ = [
-    "NO_CHOICES",
     "POLARS",
     "SOLVERS",
     "Basis",
-    "Choices",
     "EigenSolver",
     "Eigh",
     "HigherOrder",
@@ -44,11 +41,8 @@ __all__ = [
     "Track",
     "are_products_exact",
     "choose",
-    "chosen",
-    "decide",
     "first_basis",
     "has_kernels",
-    "measure",
     "parse",
     "parse_polar",
     "power",
@@ -66,10 +60,10 @@ __all__ = [
 
 
 def solve(solver: RootSolver, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
-    """The solver's roots and, where asking costs nothing, the slots that it gives up on done once more by eigh in float64.
+    """The solver's roots. On a CPU, slots that the solver gives up on are solved again by eigh in float64.
 
-    To ask an accelerator would make the host wait: there such slots come back as not ok, and the caller, who learns of it
-    later, sends them to :func:`rescue`.
+    On an accelerator that check would make the host wait. There such slots come back as not ok. The caller learns of it
+    later and passes them to :func:`rescue`.
     """
     root = solver(a, e, eps, state)
     if isinstance(solver, Eigh) or not a.is_cpu:
@@ -84,7 +78,7 @@ def solve(solver: RootSolver, a: Tensor, e: float, eps: float | Tensor, state: d
 
 
 def rescue(a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
-    """Roots by eigh in float64. A basis `"Q"` in `state`, the warm start of a solver that gave up, becomes eigh's."""
+    """Roots by eigh in float64. A basis `"Q"` in `state`, the warm start of the solver that gave up, is replaced too."""
     basis = Eigh().basis(a.double(), {})
     values = lift(basis.values, torch.ones_like(basis.values[:, :1, None]), eps)
     value = symmetrize(product(basis.vectors * power(values, -e)[:, None, :], basis.vectors.mT))
@@ -95,7 +89,7 @@ def rescue(a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -
 
 
 def solve_basis(solver: RootSolver, a: Tensor, state: dict[str, Tensor]) -> Basis:
-    """The solver's eigenbases; as :func:`solve`, what it gives up on is done by eigh in float64 where asking costs nothing."""
+    """The solver's eigenbases. Slots that it gives up on are treated as in :func:`solve`."""
     assert isinstance(solver, EigenSolver)
     basis = solver.basis(a, state)
     if isinstance(solver, Eigh) or not a.is_cpu:

@@ -1,4 +1,4 @@
-"""What a root solver is: `X = (A + eps I)^(-e)` for a stack of symmetric positive semi-definite matrices."""
+"""The contract of a root solver: `X = (A + eps I)^(-e)` for a stack of symmetric positive semi-definite matrices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .numerics import all_finite, eye_like, full_precision
 class Root(NamedTuple):
     value: Tensor  # [n, d, d], symmetric; the identity where not ok
     ok: Tensor  # [n] bool
-    residual: Tensor  # [n], what the solver could measure of its error; inf where the input was not finite
+    residual: Tensor  # [n], the solver's estimate of its error; inf where the input was not finite
 
 
 class Basis(NamedTuple):
@@ -26,29 +26,32 @@ class Basis(NamedTuple):
 
 
 class RootSolver(ABC):
-    """A frozen dataclass whose fields are its options; calling it computes roots.
+    """A frozen dataclass whose fields are its options. Calling it computes roots.
 
     The call takes a stack `a` [n, d, d] in float32 or float64 and returns roots in that dtype. A slot that is
-    not finite or does not converge has `ok` False and the identity for a value; it raises nothing and leaves
-    the other slots as they would be alone. On one CPU thread a slot gets the same bits in every stack.
-    `eps` is one ridge for all slots, or one for each [n]; `linalg.per_slot` and `numerics.column` shape either.
-    A solver with a warm start replaces entries of `state`; the caller keeps them for the slots that are ok.
+    not finite or does not converge raises nothing: its `ok` is False and its value is the identity. The other
+    slots get the values that they would get alone. On one CPU thread a slot gets the same bits in every stack.
+    `eps` is one ridge for all slots, or one per slot [n]. `linalg.per_slot` and `numerics.column` shape both.
+    A solver with a warm start replaces entries of `state`. The caller keeps them for the slots that are ok.
     """
 
     name: ClassVar[str]
 
     def init(self, n: int, d: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
-        """What a warm start keeps between calls, for `n` slots."""
+        """The warm start, which is kept between calls, for `n` slots."""
         return {}
 
     def is_capturable(self, device: torch.device) -> bool:
-        """Whether a CUDA graph can hold a call in float32 there: products and kernels only, no library that allocates."""
+        """Whether a CUDA graph can hold a float32 call on `device`.
+
+        It can if the call uses products and kernels only, and no library that allocates memory.
+        """
         return False
 
     def check(self, e: float) -> None:
         """Raise ValueError if this solver cannot do the exponent `e`."""
         if not e > 0:
-            raise ValueError(f"exponent={e!r} must be positive; for 0 there is no root to take")
+            raise ValueError(f"exponent={e!r} must be positive; an exponent of 0 needs no root")
 
     @abstractmethod
     def flops(self, d: int) -> float:
@@ -69,19 +72,19 @@ class RootSolver(ABC):
             return Root(value, ok, root.residual.masked_fill(~finite, torch.inf))
 
     def sees_what_is_not_finite(self, a: Tensor, e: float) -> bool:
-        """Whether NaN and Inf, in the factor or in the root, show in the residual, so that nobody else need look for them."""
+        """Whether NaN and Inf, in the factor or in the root, always show in the residual. The call then does not look for them."""
         return False
 
     @abstractmethod
     def _root(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
-        """The call for finite `a`; a value that is not finite counts as not ok."""
+        """The call for finite `a`, or for any `a` if `sees_what_is_not_finite`. A value that is not finite counts as not ok."""
 
 
 class EigenSolver(RootSolver):
-    """A solver that goes through an eigenbasis, and can give the basis itself."""
+    """A solver that computes an eigenbasis, and can return it."""
 
     def basis(self, a: Tensor, state: dict[str, Tensor]) -> Basis:
-        """`a = Q diag(values) Q^T`, values descending; the identity where not ok. Otherwise as the call."""
+        """`a = Q diag(values) Q^T` with descending values; the identity where not ok. The contract of the call applies."""
         with full_precision(a.device):
             finite, eye = all_finite(a), eye_like(a)
             basis = self._basis(torch.where(finite[:, None, None], a, eye), state)
@@ -95,15 +98,15 @@ class EigenSolver(RootSolver):
 
 
 def settle(value: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
-    """A value [n, d, d] that is not finite is not ok; one that is not ok is the identity."""
+    """Mark values [n, d, d] that are not finite as not ok, and set values that are not ok to the identity."""
     ok = ok & all_finite(value)
     return torch.where(ok[:, None, None], value, eye_like(value)), ok
 
 
 def lift(values: Tensor, scale: Tensor, eps: float | Tensor) -> Tensor:
-    """Eigenvalues [n, d] times `scale` [n, 1, 1], moved up by the least that makes them >= eps, as float64.
+    """Eigenvalues [n, d] times `scale` [n, 1, 1], shifted to be at least `eps`, in float64.
 
-    `lambda - min(lambda_min, 0) + eps`: a factor is positive semi-definite; what is below zero is rounding.
+    The shift is `lambda - min(lambda_min, 0) + eps`. A factor is positive semi-definite, so values below zero are rounding.
     """
     x = values.double() * scale.squeeze(-1).double()
     return x - x.amin(1, keepdim=True).clamp(max=0.0) + per_slot(eps, x)

@@ -1,4 +1,4 @@
-"""Coupled iterations for inverse p-th roots: products only, no decomposition, no host read."""
+"""Coupled iterations for inverse p-th roots. They need products only: no decomposition, no host read."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .base import Root, RootSolver
 from .numerics import eye_like, normalize, power
 
 MAX_P, MAX_S = 32, 8
-SLACK = 1.01  # rounding may raise an error that falls slowly; this much is not yet growth
+SLACK = 1.01  # rounding may raise an error that falls slowly; up to this factor it does not count as growth
 
 
 @dataclass(frozen=True)
 class Coupled(RootSolver):
     """`X = (A + ridge I)^(-s/p)` by an iteration on a pair that keeps `M = X^p (A + ridge I) / z`.
 
-    From `X = I`, with `z >= lambda_max + ridge`, each round does
+    It starts from `X = I`, with `z >= lambda_max + ridge`. Each round computes
     `R = I - M`, `T = sum_{j < order} c_j R^j` (the series of `(I - R)^(-1/p)`), `X <- X T`, `M <- T^p M`.
-    The eigenvalues of `M` rise from (0, 1] to 1, small ones by `T(0)^p` a round (for p = 4, 2.4 with order 2
-    and 3.9 with order 3), so `k` decades of spectrum take about `2.6 k` or `1.7 k` rounds and four more.
+    The eigenvalues of `M` rise from (0, 1] to 1. Small ones grow by `T(0)^p` per round: for p = 4, by 2.4 with order 2
+    and by 3.9 with order 3. So `k` decades of spectrum take about `2.6 k` or `1.7 k` rounds, plus four.
 
-    `relative_eps`: float32 iterations cannot see what is below 1e-7 `lambda_max`, so
-    `ridge = max(eps, relative_eps * z)`: more damping than was asked for where `eps` is smaller than that.
-    `iterations`: rounds, always all of them; a slot whose error no longer falls is frozen, on the device.
+    `relative_eps`: float32 iterations cannot resolve what is below 1e-7 `lambda_max`, so
+    `ridge = max(eps, relative_eps * z)`. Where `eps` is the smaller one, this damps more than was asked for.
+    `iterations`: the number of rounds. All of them always run. A slot whose error no longer falls is frozen, on the device.
     `tolerance`: the largest residual `max|I - M|` that is ok. A relative error `t` of `X` shows as `p t`.
     """
 
@@ -47,7 +47,7 @@ class Coupled(RootSolver):
     @property
     @abstractmethod
     def order(self) -> int:
-        """The order of convergence, the number of terms of the series."""
+        """The order of convergence, which is the number of terms of the series."""
 
     def is_capturable(self, device: torch.device) -> bool:
         return True
@@ -62,7 +62,7 @@ class Coupled(RootSolver):
     def _root(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
         ratio, eps = fraction(e), per_slot(eps, a)
         a, scale = normalize(a, floor=eps)
-        # ||A^2||_F^(1/2) >= lambda_max, tighter than ||A||_F; 1.01 covers its rounding.
+        # ||A^2||_F^(1/2) >= lambda_max is a tighter bound than ||A||_F; 1.01 covers its rounding.
         z = 1.01 * torch.linalg.vector_norm(product(a, a), dim=(1, 2), keepdim=True).sqrt()
         ridge = torch.maximum(eps / scale, self.relative_eps * z)
         z = z + ridge
@@ -88,7 +88,7 @@ class Coupled(RootSolver):
 
 
 def fraction(e: float) -> Fraction:
-    """`e` as `s/p` in small integers, or a ValueError."""
+    """`e` as `s/p` with small integers; raises ValueError if there are none."""
     ratio = Fraction(e).limit_denominator(MAX_P)
     if ratio.numerator < 1 or ratio.numerator > MAX_S or abs(float(ratio) - e) > 1e-9 * e:
         raise ValueError(
@@ -99,7 +99,7 @@ def fraction(e: float) -> Fraction:
 
 
 def supports(e: float) -> bool:
-    """Whether a coupled iteration can do the exponent."""
+    """Whether coupled iterations, and `minimax`, can do the exponent."""
     try:
         fraction(e)
     except ValueError:

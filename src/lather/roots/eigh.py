@@ -1,4 +1,4 @@
-"""Roots by a symmetric eigendecomposition: exact, for every exponent."""
+"""Roots by a symmetric eigendecomposition. They are exact, for every exponent."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..linalg import factorize, product, symmetrize
 from .base import Basis, EigenSolver, Root, lift
 from .numerics import eye_like, normalize, power
 
-WORKERS = 8  # threads, each with a stream: one matrix leaves most of a GPU idle
-SMALL = 32  # up to this size the library itself works on a whole batch
-# Sizes for which torch on CUDA takes the method of Jacobi in float32 (smaller ones too), and in float64 one that is about as fast.
+WORKERS = 8  # threads, each with a stream; one matrix leaves most of a GPU idle
+SMALL = 32  # up to this size the library itself is batched
+# At these sizes (and below) torch on CUDA uses Jacobi's method in float32. Its method in float64 is about as fast here.
 IN_FLOAT64 = range(128, 513)
 
 
@@ -26,9 +26,9 @@ IN_FLOAT64 = range(128, 513)
 class Eigh(EigenSolver):
     """`A = Q diag(lambda) Q^T`, then `X = Q diag((lambda - min(lambda_min, 0) + eps)^(-e)) Q^T`.
 
-    On a CPU, and on CUDA for sizes from 128 to 512, the work is done in float64. Elsewhere a slot whose decomposition fails,
-    or in float32 is inaccurate, is solved again in float64; only if that fails too it is not ok. One host read per call there, to
-    see whether there are such slots (besides the error check inside `torch.linalg.eigh`). The residual is
+    On a CPU, and on CUDA for sizes from 128 to 512, the work is done in float64. Elsewhere a slot is solved again in float64
+    if its decomposition fails, or is inaccurate in float32. It is not ok only if that fails too. To find such slots takes one
+    host read per call, in addition to the error check inside `torch.linalg.eigh`. The residual is
     `||Q diag(lambda) Q^T - A||_F / ||A||_F`.
 
     >>> Eigh()(16 * torch.eye(2).expand(1, 2, 2), e=0.25, eps=1e-12, state={}).value[0].diagonal()
@@ -38,7 +38,7 @@ class Eigh(EigenSolver):
     name: ClassVar[str] = "eigh"
 
     def flops(self, d: int) -> float:
-        return 15.0 * d**3  # the decomposition 9; root, residual and orthogonality 2 each
+        return 15.0 * d**3  # decomposition 9; root, residual and orthogonality 2 each
 
     def _root(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
         work, scale = normalize(_working(a))
@@ -53,16 +53,18 @@ class Eigh(EigenSolver):
 
 
 def _working(a: Tensor) -> Tensor:
-    """In float64 where that costs little more: the eigenvectors of float32 are the largest error of a root, at condition 1e4
-    2e-4 where the rounding of `a` itself makes 3e-6. Those of Jacobi's method are less accurate still, so that
-    many would have to be done again."""
+    """`a` in float64 where that costs little more.
+
+    Eigenvectors in float32 are the largest error of a root: at condition 1e4 they cause 2e-4, the rounding of `a` itself 3e-6.
+    Those of Jacobi's method are less accurate still. Many slots would have to be solved again.
+    """
     cheap = a.device.type == "cpu" or (a.is_cuda and a.shape[-1] in IN_FLOAT64)
     return a.double() if cheap else a
 
 
 def decompose(a: Tensor) -> Basis:
-    """Eigenbasis of normalised, finite `a` [n, d, d]; slots that float32 solves badly are done in float64."""
-    bound = 32 * torch.finfo(a.dtype).eps * a.shape[-1] ** 0.5  # some 30 times what is usual
+    """Eigenbasis of normalised, finite `a` [n, d, d]. Slots that float32 solves badly are solved again in float64."""
+    bound = 32 * torch.finfo(a.dtype).eps * a.shape[-1] ** 0.5  # about 30 times the usual error
     first = _attempt(a, bound)
     if a.dtype == torch.float64:
         return first
@@ -74,8 +76,10 @@ def decompose(a: Tensor) -> Basis:
 
 
 def _attempt(a: Tensor, bound: float) -> Basis:
-    """Ok are the slots with a residual and a loss of orthogonality below `bound`: the root weighs most the
-    columns that the residual weighs least."""
+    """Slots are ok if their residual and their loss of orthogonality are at most `bound`.
+
+    The residual alone is not enough: the columns that matter most in the root matter least in the residual.
+    """
     values, q = _eigh(a)
     size = torch.linalg.vector_norm(a, dim=(1, 2)).clamp(min=1.0)  # a normalised matrix is 0 or has norm >= 1
     residual = torch.linalg.vector_norm(product(q * values[:, None, :], q.mT) - a, dim=(1, 2)) / size
@@ -84,7 +88,7 @@ def _attempt(a: Tensor, bound: float) -> Basis:
 
 
 def _eigh(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Values (descending) and vectors. One failing matrix fails the batched call: then go one by one."""
+    """Values (descending) and vectors. One failing matrix fails the batched call; then each is solved alone."""
     try:
         many = a.is_cuda and len(a) > 1 and a.shape[-1] > SMALL
         values, q = _on_streams(a) if many else factorize(torch.linalg.eigh, a)
@@ -95,7 +99,7 @@ def _eigh(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _on_streams(a: Tensor) -> tuple[Tensor, Tensor]:
-    """`torch.linalg.eigh`, of several matrices at a time."""
+    """`torch.linalg.eigh` of several matrices at a time."""
     values, q = a.new_empty(a.shape[:-1]), torch.empty_like(a)
     threads, streams = _workers(a.device)
     main = torch.cuda.current_stream(a.device)
@@ -118,16 +122,16 @@ def _on_streams(a: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _workers(device: torch.device) -> tuple[ThreadPoolExecutor, list[Any]]:
-    torch.linalg.eigh(torch.eye(2, device=device))  # loads the library, which torch does not do in two threads at once
+    torch.linalg.eigh(torch.eye(2, device=device))  # loads the library; torch cannot do that in two threads at once
     streams = [torch.cuda.Stream(device) for _ in range(WORKERS)]  # type: ignore[no-untyped-call]
     return ThreadPoolExecutor(WORKERS, thread_name_prefix="lather-eigh"), streams
 
 
 def _eigh_alone(a: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for one matrix [1, d, d], ascending; NaN where it fails.
+    """Values (ascending) and vectors of one matrix [1, d, d]; NaN if it fails.
 
-    LAPACK fails on some factors with many zero rows, such as an embedding's whose tokens have not been seen, and not on
-    the same matrix moved off zero.
+    LAPACK fails on some factors with many zero rows, such as those of an embedding with tokens not seen yet. It does not
+    fail on the same matrix shifted off zero.
     """
     for shift in (0.0, 2.0**-10):
         try:

@@ -1,4 +1,4 @@
-"""The root in a basis that is nearly an eigenbasis: exact to first order in what is left off the diagonal."""
+"""The root in a basis that is nearly an eigenbasis, exact to first order in the entries off the diagonal."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from ..linalg import per_slot, product, symmetrize
 from .base import lift
 from .numerics import power
 
-CAP = 0.5
-FLOOR = 4.0  # roundings of the largest eigenvalue below which an eigenvalue is not resolved
+CAP = 0.5  # largest entry of a correction
+FLOOR = 4.0  # an eigenvalue below this many roundings of the largest is not resolved
 
 
 def first_basis(n: int, d: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
-    """What a solver that follows a basis starts from: the identity, for `n` slots."""
+    """The first warm start of a solver that follows a basis: the identity, for `n` slots."""
     q = torch.zeros(n, d, d, dtype=dtype, device=device)
     diagonal(q).fill_(1)
     return {"Q": q}
 
 
 def diagonal(s: Tensor) -> Tensor:
-    """[n, d] of [n, d, d], a view."""
+    """The diagonals [n, d] of [n, d, d], a view."""
     return s.diagonal(dim1=1, dim2=2)
 
 
 def coupling(s: Tensor, ridge: Tensor, floor: float = FLOOR) -> Tensor:
-    """`K_ij = S_ij / sqrt(m_i m_j)` off the diagonal, zero on it, for `s` [n, d, d] and `ridge` [n, 1, 1].
+    """`K_ij = S_ij / sqrt(m_i m_j)` off the diagonal and zero on it, for `s` [n, d, d] and `ridge` [n, 1, 1].
 
-    `m_i = S_ii - min(S_jj, 0) + ridge`, but at least `floor` roundings of the largest: what is smaller is noise.
+    `m_i = S_ii - min(S_jj, 0) + ridge`, and at least `floor` roundings of the largest `S_jj`. Smaller values are noise.
     """
     values = diagonal(s)
     noise = floor * torch.finfo(s.dtype).eps * values.amax(1, keepdim=True)
@@ -42,7 +42,7 @@ def first_order(q: Tensor, s: Tensor, scale: Tensor, e: float, eps: float | Tens
     """`X = Z Z^T`, `Z = Q diag(f)^(1/2) (I + E / 2)`, for `s = q^T a q / scale` and `f = (lambda + eps)^(-e)`.
 
     `E_ij = f[lambda_i, lambda_j] S_ij / sqrt(f_i f_j)`, so `Q diag(f)^(1/2) (I + E) diag(f)^(1/2) Q^T` is the formula of
-    Daleckii and Krein; the square is the same to first order, and positive semi-definite whatever `E` is.
+    Daleckii and Krein. `Z Z^T` equals it to first order, and is positive semi-definite for every `E`.
     """
     values = lift(diagonal(s), scale, eps)
     y = q * power(values, -e / 2).to(q.dtype)[:, None, :]
@@ -51,11 +51,11 @@ def first_order(q: Tensor, s: Tensor, scale: Tensor, e: float, eps: float | Tens
 
 
 def correction(values: Tensor, k: Tensor, e: float) -> Tensor:
-    """`E = phi * k`, `|E| <= 1/2`, for ridged eigenvalues [n, d] in float64.
+    """`E = phi * k`, clamped to `|E| <= 1/2`, for ridged eigenvalues [n, d] in float64.
 
-    `phi_ij = -sinh(e r / 2) / sinh(r / 2)`, `r = log(v_j / v_i)`, is `f[v_i, v_j] sqrt(v_i v_j / (f_i f_j))`. It is formed as
-    `(g_j/g_i - g_i/g_j) / (t_j/t_i - t_i/t_j)`, `g = v^(-e/2)`, `t = v^(1/2)`. It is even in `r`, so up to
-    `r = eps_machine^(1/3)` its limit `-e` is as accurate as the quotient is beyond.
+    `phi_ij = -sinh(e r / 2) / sinh(r / 2)`, `r = log(v_j / v_i)`, equals `f[v_i, v_j] sqrt(v_i v_j / (f_i f_j))`. It is
+    computed as `(g_j/g_i - g_i/g_j) / (t_j/t_i - t_i/t_j)`, `g = v^(-e/2)`, `t = v^(1/2)`. It is even in `r`. So below
+    `r = eps_machine^(1/3)` its limit `-e` is as accurate as the quotient is above.
     """
     top = _antisymmetric_ratio(power(values, -e / 2).to(k.dtype))
     bottom = _antisymmetric_ratio(power(values, 0.5).to(k.dtype))

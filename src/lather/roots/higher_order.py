@@ -11,7 +11,7 @@ from .coupled import Coupled
 @final
 @dataclass(frozen=True)
 class HigherOrder(Coupled):
-    """The coupled iteration with `order` terms: each costs one product and saves rounds. 2 is Newton.
+    """The coupled iteration with `order` terms. Each term costs one product per round and saves rounds. Order 2 is Newton.
 
     >>> HigherOrder(order=4).check(0.5)  # an inverse square root is fine
     """

@@ -1,4 +1,4 @@
-"""Composed minimax polynomials for inverse p-th roots: products only, the fewest of them, no state, no host read."""
+"""Composed minimax polynomials for inverse p-th roots. They need products only, and the fewest: no state, no host read."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .coupled import fraction, series
 from .numerics import eye_like, normalize, power
 from .products import combine, decode, encode, frobenius, is_split, matrix_power, product, product_count, times_power
 
-MARGIN = 1.02  # ||A^2||_F^(1/2) >= lambda_max; beyond it the polynomials grow, so rounding must not make it less
+MARGIN = 1.02  # keeps rounding from lowering the bound ||A^2||_F^(1/2) >= lambda_max, above which the polynomials grow
 DESIGN = 0.1  # the part of the tolerance that the polynomials may use; the rest is for rounding
-PROBES = 8
+PROBES = 8  # vectors that the residual is estimated on
 
 Times = Callable[[Tensor], Tensor]
 
@@ -30,7 +30,7 @@ class Step(NamedTuple):
     a: float
     b: float
     c: float
-    error: float  # max |1 - h| over the eigenvalues that the step is made for
+    error: float  # max |1 - h| on the interval that the step is made for
 
 
 @final
@@ -39,16 +39,17 @@ class Minimax(RootSolver):
     """`X = (A + ridge I)^(-s/p)` by `q = a I + b M + c M^2`, `X <- X q`, `M <- q^p M` from `M = (A + ridge I) / z`.
 
     With `t = m^(1/p)` for an eigenvalue `m` of `M`, a step maps `t` to `h(t) = a t + b t^(p+1) + c t^(2p+1)`. Its
-    coefficients minimise `E = max |1 - h|` over the interval that holds all `t`, which is then `[1 - E, 1 + E]`: of all
-    such steps this one leaves the least ratio of the largest to the smallest eigenvalue, which is all that the next step
-    depends on. They follow from the first interval, `[kappa^(-1/p), 1]` with `kappa = 1 + 1/relative_eps`, and so does
-    their number, the least that ends with `E <= tolerance / 10`: for p = 4 four to kappa = 4e4 (16 products), five to 1e6.
+    coefficients minimise `E = max |1 - h|` over the interval that holds all `t`. The next interval is `[1 - E, 1 + E]`. No
+    other step of this form leaves a smaller ratio of the largest to the smallest eigenvalue, and the next step depends on
+    this ratio only. The first interval is `[kappa^(-1/p), 1]` with `kappa = 1 + 1/relative_eps`. All coefficients follow
+    from it, and so does the number of steps: the smallest that ends with `E <= tolerance / 10`. For p = 4 it is four up to
+    kappa = 4e4 (16 products) and five up to 1e6.
 
-    `relative_eps`: `ridge = max(eps, relative_eps * z)`, `z = 1.02 ||A^2||_F^(1/2) >= lambda_max`: more damping than was
-    asked for where `eps` is smaller than that. Rounding is magnified by up to its inverse: in float32 and over many decades
-    of spectrum the error of `X` on a gradient is 2e-3 with the default, and with 1e-6 up to 0.2, which is not ok.
-    `tolerance`: the largest residual that is ok. It is an estimate, on 8 fixed sign vectors `V`, of the root mean square
-    over eigenvectors of the relative error of `X`, rounding included: `(s/p) ||(X^p M - I) V||_F / ||V||_F`; at most 1.
+    `relative_eps`: `ridge = max(eps, relative_eps * z)`, `z = 1.02 ||A^2||_F^(1/2) >= lambda_max`. Where `eps` is the smaller
+    one, this damps more than was asked for. Rounding is amplified by up to `1 / relative_eps`. In float32 and over many decades
+    of spectrum the error of `X` on a gradient is 2e-3 with the default. With 1e-6 it is up to 0.2, which is not ok.
+    `tolerance`: the largest residual that is ok. The residual estimates the root mean square, over eigenvectors, of the
+    relative error of `X`, including rounding. On 8 fixed sign vectors `V` it is `(s/p) ||(X^p M - I) V||_F / ||V||_F`, at most 1.
 
     >>> Minimax().products(p=4), Minimax(relative_eps=1e-6).products(p=4)
     (16, 21)
@@ -60,9 +61,7 @@ class Minimax(RootSolver):
 
     def __post_init__(self) -> None:
         if not 0 < self.relative_eps < 1:
-            raise ValueError(
-                f"relative_eps={self.relative_eps!r} must be in (0, 1): it decides how many products there are"
-            )
+            raise ValueError(f"relative_eps={self.relative_eps!r} must be in (0, 1): it sets the number of products")
         if not 0 < self.tolerance < 1:
             raise ValueError(f"tolerance={self.tolerance!r} must be in (0, 1): the error starts at 1")
 
@@ -86,7 +85,7 @@ class Minimax(RootSolver):
         return 2.0 * d**3 * self.products(p=4)
 
     def sees_what_is_not_finite(self, a: Tensor, e: float) -> bool:
-        """In halves; for exponents 1/p with roots whose largest entry, `relative_eps^(-1/p)`, they can hold."""
+        """True in halves, for exponents 1/p with p > 1: halves can hold the largest entry of such a root, `relative_eps^(-1/p)`."""
         ratio = fraction(e)
         return is_split(a) and ratio.numerator == 1 and ratio.denominator > 1
 
@@ -96,7 +95,7 @@ class Minimax(RootSolver):
         value, error = self._split(a, ratio.denominator, eps) if halves else self._plain(a, ratio, eps)
         error = ratio.numerator * error
         residual = torch.where(error < 1, error, 1.0)
-        if halves:  # where what is not finite was not taken out before
+        if halves:  # the call has not replaced factors that are not finite
             residual = residual.masked_fill(error.isnan(), torch.inf)
         return Root(value, error <= self.tolerance, residual)
 
@@ -116,8 +115,11 @@ class Minimax(RootSolver):
         return matrix_power(x, ratio.numerator) * back[:, :, None], error
 
     def _split(self, a: Tensor, p: int, eps: float | Tensor) -> tuple[Tensor, Tensor]:
-        """The same in halves, with fewer passes over memory. `A / scale` has a trace of 1, so its entries are within
-        [-1, 1]; its square is taken times 1024, for if all eigenvalues are equal the largest entry is as small as 1 / d^2."""
+        """The same in halves, with fewer passes over memory.
+
+        `A / scale` has a trace of at most 1, so its entries are within [-1, 1]. Its square is multiplied by 1024, because if
+        all eigenvalues are equal the largest entry is as small as 1 / d^2.
+        """
         step = self.steps(p)[0]
         floor = eps.to(a.dtype) if isinstance(eps, Tensor) else torch.full_like(a[:, 0, 0], eps)
         scale = a.diagonal(dim1=1, dim2=2).sum(1).maximum(floor).clamp(min=1e-37)
@@ -146,11 +148,11 @@ class Minimax(RootSolver):
 
 
 def _residual(times_x: Times, times_m: Times, v: Tensor, p: int) -> Tensor:
-    """`||(X^p M - I) V||_F / (p ||V||_F)` [n]: by products with a few vectors, which cost next to nothing."""
+    """`||(X^p M - I) V||_F / (p ||V||_F)` [n]. The products with a few vectors cost almost nothing."""
     y = v
     for _ in range(p // 2):
         y = times_x(y)
-    y = times_m(y)  # between the halves, or y would span the range of X^p
+    y = times_m(y)  # in the middle; otherwise y would span the whole range of X^p
     for _ in range(p - p // 2):
         y = times_x(y)
     norm: Tensor = torch.linalg.vector_norm(y - v, dim=(1, 2))
@@ -158,7 +160,7 @@ def _residual(times_x: Times, times_m: Times, v: Tensor, p: int) -> Tensor:
 
 
 def _signs(like: Tensor) -> Tensor:
-    """[n, d, PROBES] of +-1: chirps, the top bit of `k i^2` modulo 2^16, alike everywhere and unlike any factor."""
+    """[n, d, PROBES] of +-1: chirps, the top bit of `k i^2` modulo 2^16. They are the same everywhere and resemble no factor."""
     i = torch.arange(1, like.shape[-1] + 1, device=like.device)[:, None]
     k = 2 * torch.arange(PROBES, device=like.device) + 40503
     signs = 1 - 2 * ((k * i * i >> 15) & 1)
@@ -167,7 +169,9 @@ def _signs(like: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def schedule(p: int, kappa: float, tolerance: float) -> tuple[Step, ...]:
-    """The fewest steps that take every eigenvalue in [1/kappa, 1] to within `tolerance`: each the best for what the last left.
+    """The fewest steps that take every eigenvalue in [1/kappa, 1] to within `tolerance` of 1.
+
+    Each step is the best one for the interval that the step before it leaves.
 
     >>> [round(x, 4) for x in schedule(4, 1e4, 1e-3)[0][:3]]
     [3.85, -10.8539, 8.6189]
@@ -179,11 +183,11 @@ def schedule(p: int, kappa: float, tolerance: float) -> tuple[Step, ...]:
 
 
 def best_step(p: int, low: float, high: float) -> Step:
-    """The `h(t) = a t + b t^(p+1) + c t^(2p+1)` with the least `max |1 - h|` on [low, high].
+    """The `h(t) = a t + b t^(p+1) + c t^(2p+1)` with the smallest `max |1 - h|` on [low, high].
 
-    Three functions of a Chebyshev system: the best `1 - h` takes its maximum `E` at four points with alternating sign, the
-    two ends and the two zeros of `h'`. Remez: solve for the four values at four points, move the inner two to the zeros.
-    Where the interval is so narrow that the four equations are nearly one, the series at 1 is as good.
+    The three powers are a Chebyshev system, so the best `1 - h` takes its maximum `E` with alternating sign at four points:
+    the two ends and the two zeros of `h'`. Remez' algorithm solves for `a, b, c, E` at four points and moves the inner two to
+    the zeros. If the interval is so narrow that the four equations are nearly dependent, the series at 1 is as good.
     """
     if high - low < 2e-3:
         return _series_step(p, max(high - 1, 1 - low))
@@ -211,7 +215,7 @@ def _extrema(p: int, a: float, b: float, c: float) -> list[float]:
 
 
 def _solve(rows: list[list[float]]) -> list[float]:
-    """The solution of a small linear system, right-hand side in the last column; elimination with row exchanges."""
+    """Solve a small linear system by elimination with row exchanges. The right-hand side is the last column."""
     n = len(rows)
     for i in range(n):
         pivot = max(range(i, n), key=lambda r: abs(rows[r][i]))

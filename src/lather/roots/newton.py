@@ -11,7 +11,7 @@ from .coupled import Coupled
 @final
 @dataclass(frozen=True)
 class Newton(Coupled):
-    """The coupled iteration of order 2, `T = ((p + 1) I - M) / p`: the cheapest rounds, the most of them.
+    """The coupled iteration of order 2, `T = ((p + 1) I - M) / p`. Its rounds are the cheapest, and it needs the most.
 
     >>> Newton(iterations=40).check(0.455)
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Small tools that every root solver shares: exact scaling, reproducible powers, honest float32 products."""
+"""Small tools that the root solvers share: exact scaling, reproducible powers, float32 products at full precision."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from ..linalg import product
 
-# Far below any ridge that matters, and still with a finite inverse and products of roots in float32.
+# Far below any ridge that matters. In float32 its inverse and products of its roots are still finite.
 SMALLEST_RIDGE = 1e-30
 
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Float32 products are float32 inside, whatever autocast, TF32 and bfloat16 settings the user has.
+    """Compute float32 products in float32, whatever autocast, TF32 and bfloat16 settings the user has.
 
-    A root spans the decades of its factor's spectrum; the ten bits of TF32 keep three of them.
+    A root spans the decades of its factor's spectrum. The ten bits of TF32 keep three of them.
     """
     with torch.autocast(device.type, enabled=False), products_in("ieee", device):
         yield
@@ -27,9 +27,9 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def products_in(precision: str | None, device: torch.device) -> Iterator[None]:
-    """Float32 products on the device are in "ieee" float32 or, on CUDA, in "tf32" inside; None leaves what the user has set.
+    """Compute float32 products on `device` in "ieee" float32 or, on CUDA, in "tf32". None keeps the user's setting.
 
-    Settings of other devices are not touched: a thread may compute roots on the host while a step runs on CUDA.
+    Settings of other devices stay as they are, because a thread may compute roots on the host while a step runs on CUDA.
     """
     if precision is None:
         yield
@@ -50,12 +50,12 @@ def products_in(precision: str | None, device: torch.device) -> Iterator[None]:
 
 
 def are_products_exact() -> bool:
-    """Whether the user has float32 products on CUDA in float32, as is the default."""
+    """Whether the user's setting computes float32 products on CUDA in float32, which is the default."""
     return torch.backends.cuda.matmul.fp32_precision in ("ieee", "none")
 
 
 def _restore(unit: Any, before: str) -> None:
-    # A unit that inherits reads as its parent; give it "none" back, or it would no longer follow the parent.
+    # A unit that inherits its setting reads as its parent. Restore "none" there, so that it still follows the parent.
     unit.fp32_precision = "none"
     if unit.fp32_precision != before:
         unit.fp32_precision = before
@@ -75,7 +75,7 @@ def _are_products_exact_legacy() -> bool:
     return torch.get_float32_matmul_precision() == "highest"
 
 
-# torch 2.9 brought precision per backend; from then on touching the old global setting warns.
+# torch 2.9 added a precision per backend. From then on, the old global setting warns.
 if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
     products_in, are_products_exact = _products_in_legacy, _are_products_exact_legacy
 
@@ -91,12 +91,12 @@ def all_finite(x: Tensor) -> Tensor:
 
 
 def normalize(a: Tensor, floor: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
-    """`a / c` and `c` [n, 1, 1], the power of two with `c <= max(|a|, floor) < 2c`; 1 if that maximum is 0.
+    """`a / c` and `c` [n, 1, 1], the power of two with `c <= max(|a|, floor) < 2c`, or 1 if that maximum is 0.
 
-    Division by it is exact, and afterwards squares neither overflow nor vanish.
+    Division by `c` is exact. Afterwards squares neither overflow nor vanish.
     """
     size = a.abs().amax((1, 2), keepdim=True).clamp(min=floor)
-    # Dividing by the mantissa is exact down to denormals, which ldexp (a float pow) is not.
+    # Dividing by the mantissa is exact down to denormals. ldexp, a float pow, is not.
     c = torch.where(size > 0, size / (2 * torch.frexp(size).mantissa), 1.0)
     return a / c, c
 
@@ -104,8 +104,8 @@ def normalize(a: Tensor, floor: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
 def relative_ridge(a: Tensor, eps: float) -> Tensor:
     """`max(eps s, 1e-30)` [n], `s = ||A^2||_F^(1/2)`, for matrices [n, d, d] or diagonals [n, d].
 
-    `s` is the Schatten 4-norm: at least `lambda_max` and at most `d^(1/4)` times that, close to it where the spectrum
-    decays. The floor is the ridge of a factor that is zero, or as good as.
+    `s` is the Schatten 4-norm. It is between `lambda_max` and `d^(1/4) lambda_max`, and close to `lambda_max` if the spectrum
+    decays. The floor is the ridge of a factor that is zero or nearly zero.
     """
     if a.dim() == 2:
         ridge = eps * _fourth_norm(a.double().square())
@@ -123,10 +123,9 @@ def _fourth_norm(squares: Tensor) -> Tensor:
 
 
 def power(x: Tensor, exponent: float) -> Tensor:
-    """`x^exponent` elementwise for [n, d], as float64, the same bits for a slot whatever the stack around it.
+    """`x^exponent` elementwise for [n, d], in float64. A slot gets the same bits in every stack.
 
-    `pow` runs different code in the vector body and in the tail of an array; rows padded to whole vectors
-    have no tail.
+    `pow` runs different code in the vector body and in the tail of an array. Rows padded to whole vectors have no tail.
     """
     d = x.shape[-1]
     rows = torch.nn.functional.pad(x.double(), (0, -d % 64), value=1.0)

@@ -1,4 +1,4 @@
-"""Polar factors: `U V^T` of matrices `G = U S V^T`, for stacks of any rectangular shape."""
+"""Polar factors `U V^T` of matrices `G = U S V^T`, for stacks of any rectangular shape."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .numerics import all_finite, normalize
 Quintic = tuple[float, float, float]
 
 MUON: Quintic = (3.4445, -4.7750, 2.0315)  # Keller Jordan's
-MARGIN = 1.01  # what products in 11 bits may add to a singular value; beyond its interval a polynomial grows fast
+MARGIN = 1.01  # products in 11 bits may raise a singular value by this; above its interval a polynomial grows fast
 
 
 class Polar(ABC):
-    """A frozen dataclass whose fields are its options; calling it computes polar factors.
+    """A frozen dataclass whose fields are its options. Calling it computes polar factors.
 
     The call takes a stack `g` [n, rows, columns] in float32 or float64 and returns one in that dtype. It works on the
-    smaller side, does not depend on the scale of a slot (above `eps`, the least that a Frobenius norm counts as), and a zero
-    slot stays zero: where a singular value is zero so is that of the result. A slot that is not finite is not finite in the
-    result, and the others do not notice. On one CPU thread a slot gets the same bits in every stack.
+    smaller side. A Frobenius norm below `eps` counts as `eps`; above it, the scale of a slot does not matter. A singular
+    value of zero stays zero, so a zero slot stays zero. A slot that is not finite gives a result that is not finite, and
+    does not affect the others. On one CPU thread a slot gets the same bits in every stack.
     """
 
     name: ClassVar[str]
@@ -40,18 +40,18 @@ class Polar(ABC):
 
     def __call__(self, g: Tensor) -> Tensor:
         tall = g.shape[1] > g.shape[2]
-        x, c = normalize((g.mT if tall else g).contiguous())  # or squares of a small gradient would vanish
+        x, c = normalize((g.mT if tall else g).contiguous())  # otherwise squares of a small gradient would vanish
         size = norms(x)
         size = torch.where(size > 0, size, 1.0)
         if self.eps:
             size = size.maximum(self.eps / c.flatten())
         _, rows, columns = x.shape
-        x = self._polar(aligned(x / per_slot(size, x)))[:, :rows, :columns]  # zeros stay zeros
+        x = self._polar(aligned(x / per_slot(size, x)))[:, :rows, :columns]  # the padding stays zero
         return (x.mT if tall else x).contiguous()
 
     @abstractmethod
     def _polar(self, x: Tensor) -> Tensor:
-        """For wide matrices of Frobenius norm 1, or less if that was below `eps`; on a CPU as `linalg.aligned` makes them."""
+        """For wide matrices of Frobenius norm 1, or less if it was below `eps`. On a CPU `linalg.aligned` has padded them."""
 
 
 class _Products(Polar):
@@ -81,8 +81,10 @@ class _Products(Polar):
 @final
 @dataclass(frozen=True)
 class NewtonSchulz(_Products):
-    """Muon's iteration: the same quintic in every step. Five take all singular values from 0.002 of the Frobenius norm on to
-    between 0.68 and 1.21; more do not bring them much closer. A gradient whose norm is below `eps` is divided by that instead.
+    """Muon's iteration: the same quintic in every step.
+
+    Five steps take all singular values above 0.002 of the Frobenius norm to between 0.68 and 1.21. More steps do not bring
+    them much closer to 1. A gradient is divided by its norm, or by `eps` if that is larger.
 
     >>> NewtonSchulz()(torch.diag(torch.tensor([3.0, 1.0]))[None]).squeeze().diagonal() > 0.68
     tensor([True, True])
@@ -113,11 +115,11 @@ def _is_finite(value: object) -> bool:
 @final
 @dataclass(frozen=True)
 class PolarExpress(_Products):
-    """Polar Express (arXiv 2505.16932): in each step the quintic that brings all singular values closest to 1.
+    """Polar Express (arXiv 2505.16932): each step uses the quintic that brings all singular values closest to 1.
 
-    The first is the best for `[lower, 1]`, the Frobenius norm being 1, each other one for the interval that the last has
-    left, made 1% longer so that rounding does no harm. With `lower = 1e-3` all from there on end within 0.125 of 1 after
-    five steps and within 0.0014 after six; what is smaller ends smaller.
+    The first quintic is the best for `[lower, 1]`, because the Frobenius norm is 1. Every other one is the best for the
+    interval that the step before it leaves. The upper ends are raised by 1% to allow for rounding. With `lower = 1e-3`, singular
+    values of at least 1e-3 end within 0.125 of 1 after five steps and within 0.0014 after six. Smaller ones end smaller.
 
     >>> [round(x, 4) for x in PolarExpress().quintics()[0]]
     [8.3869, -24.3713, 17.7264]
@@ -150,9 +152,9 @@ def _best_quintics(steps: int, lower: float) -> tuple[Quintic, ...]:
 @final
 @dataclass(frozen=True)
 class Svd(Polar):
-    """By the singular value decomposition: exact, slow, and on CUDA the host waits for it.
+    """By the singular value decomposition. It is exact and slow, and on CUDA the host waits for it.
 
-    Singular values that may be rounding, below `max(rows, columns)` times the dtype's `eps` of the largest, count as zero.
+    Singular values below `max(rows, columns)` times the dtype's `eps` times the largest may be rounding. They count as zero.
     """
 
     name: ClassVar[str] = "svd"
@@ -162,7 +164,7 @@ class Svd(Polar):
         return 16.0 * d * d * rest + 8.0 * d**3
 
     def _polar(self, x: Tensor) -> Tensor:
-        finite = per_slot(all_finite(x), x)  # torch raises where one slot is not
+        finite = per_slot(all_finite(x), x)  # torch raises if one slot is not
         u, s, vh = torch.linalg.svd(torch.where(finite, x, 0.0), full_matrices=False)
         kept = s > max(x.shape[1:]) * torch.finfo(x.dtype).eps * s[:, :1]
         return torch.where(finite, torch.bmm(u * kept[:, None, :], vh), torch.nan)

@@ -1,8 +1,8 @@
-"""The one product that polynomial iterations are made of, so that a device can have its own.
+"""The one product that polynomial iterations use, in one place so that a device can have its own.
 
-On a GPU float32 products are slow and TF32 ones lose what is below a thousandth of the largest entry. There, matrices
-are split into two halves of 16 bits, 22 bits together, and multiplied by tensor cores with float32 sums: three products
-of halves, of which only one triangle is computed. On an H200 and for d = 1024 that takes a sixth of the time of float32.
+On a GPU float32 products are slow, and TF32 ones lose what is below a thousandth of the largest entry. There, a matrix is
+split into two halves of 16 bits, 22 bits together. Tensor cores multiply them with float32 sums, in three products of
+halves. Only one triangle of the result is computed. On an H200 and for d = 1024 that takes a sixth of the time of float32.
 Entries must be within the range of a half, 6e-8 to 65504.
 """
 
@@ -17,16 +17,16 @@ from torch import Tensor
 from .. import linalg
 from ..linalg import symmetrize
 
-ENOUGH = 160 << 10  # bytes of memory of a program, for three stages
+ENOUGH = 160 << 10  # bytes of shared memory per program that allow three stages
 
 
 def product(
     x: Tensor, y: Tensor, alpha: float = 1.0, add: Tensor | None = None, beta: float = 0.0, diagonal: float = 0.0
 ) -> Tensor:
-    """`alpha x y + beta add + diagonal I` [n, d, d] for symmetric `x`, `y`, `add` of which `x` and `y` commute.
+    """`alpha x y + beta add + diagonal I` [n, d, d] for symmetric `x`, `y`, `add`, where `x` and `y` commute.
 
-    The exact result is symmetric, and this one is too, to the bit: what rounding makes skew is no part of the
-    function that is being evaluated, and an iteration that carries it along may amplify it.
+    The exact result is symmetric. This one is symmetric to the bit, because an iteration that carries along the skew part
+    of the rounding may amplify it.
     """
     if x.dtype == torch.float16:
         return _product_of_halves(x, y, alpha, add, beta, diagonal)
@@ -42,7 +42,7 @@ def matrix_power(x: Tensor, p: int) -> Tensor:
 
 
 def times_power(x: Tensor, p: int, y: Tensor) -> Tensor:
-    """`x^p y` for p >= 1 and a commuting pair, as `x^(p/2) (x^(p/2) y)`: the factors span half the decades of `x^p`."""
+    """`x^p y` for p >= 1 and a commuting pair, as `x^(p/2) (x^(p/2) y)`. Each factor spans half the decades of `x^p`."""
     if p % 2:
         return product(x, times_power(x, p - 1, y) if p > 1 else y)
     half = matrix_power(x, p // 2)
@@ -50,13 +50,15 @@ def times_power(x: Tensor, p: int, y: Tensor) -> Tensor:
 
 
 def product_count(p: int) -> int:
-    """Products in `times_power(x, p, y)`: as few as by repeated squaring."""
+    """Products in `times_power(x, p, y)`, which are as few as by repeated squaring."""
     return p.bit_length() + p.bit_count() - 1
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether kernels run there: with Triton, on NVIDIA's GPUs from Ampere on. A GPU that is not in use, as in a plan on paper, is
-    taken to be one of these."""
+    """Whether our kernels run on `device`. They need Triton and an NVIDIA GPU, Ampere or later.
+
+    A GPU that is not in use, as in a plan on paper, counts as one of these.
+    """
     if device.type != "cuda" or torch.version.hip or not _has_triton():
         return False
     used = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
@@ -71,8 +73,11 @@ def _has_triton() -> bool:
 
 @lru_cache
 def stages(device: torch.device) -> int:
-    """How far ahead a kernel with products loads its tiles. Three stages take 128 KiB on an A100 and 192 on an H200 of the memory
-    that a program has there, 163 and 227 KiB; two take half, as GPUs for desktops have 99."""
+    """How far ahead a kernel with products loads its tiles.
+
+    Three stages take 128 KiB of shared memory on an A100, where a program has 163 KiB, and 192 of 227 KiB on an H200. Two take
+    half of that, because desktop GPUs have 99 KiB.
+    """
     if device.type != "cuda":
         return 2
     memory = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
@@ -80,14 +85,14 @@ def stages(device: torch.device) -> int:
 
 
 def is_split(x: Tensor) -> bool:
-    """Whether products with this matrix are better done in halves."""
-    fits = len(x) < 1 << 16 and x.shape[-1] < 1 << 15  # the grid of kernels, and what they count in 32 bits
+    """Whether to compute products with this stack in halves."""
+    fits = len(x) < 1 << 16 and x.shape[-1] < 1 << 15  # limits of the kernels' grid and of their 32-bit counts
     return x.dtype == torch.float32 and fits and has_kernels(x.device)
 
 
 def encode(x: Tensor, scale: Tensor) -> Tensor:
     """Halves [n, 2, D, D] of `scale[n] x`, zero beyond `d`."""
-    from ..kernels import step as kernels
+    from ..kernels import dense as kernels
 
     n, d, _ = x.shape
     ld = -(-d // _side(d)) * _side(d)
@@ -98,7 +103,7 @@ def encode(x: Tensor, scale: Tensor) -> Tensor:
 
 def decode(x: Tensor, scale: Tensor, d: int) -> Tensor:
     """The matrices [n, d, d] that were encoded, times `scale[n]`."""
-    from ..kernels import step as kernels
+    from ..kernels import dense as kernels
 
     n, _, ld, _ = x.shape
     out = x.new_empty((n, d, d), dtype=torch.float32)
@@ -108,7 +113,7 @@ def decode(x: Tensor, scale: Tensor, d: int) -> Tensor:
 
 def frobenius(x: Tensor) -> Tensor:
     """The norms [n] of encoded matrices."""
-    from ..kernels import step as kernels
+    from ..kernels import dense as kernels
 
     n, size, block = x.shape[0], x.shape[2] * x.shape[3], 4096
     parts = -(-size // block)
@@ -119,7 +124,7 @@ def frobenius(x: Tensor) -> Tensor:
 
 def combine(x: Tensor, y: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
     """`t0 x + t1 I` and `t2 x + t3 y + t4 I` for encoded matrices and `terms` [5, n]."""
-    from ..kernels import step as kernels
+    from ..kernels import dense as kernels
 
     n, _, ld, _ = x.shape
     first, second = torch.empty_like(x), torch.empty_like(x)
@@ -140,7 +145,7 @@ def _side(d: int) -> int:
 
 
 def _product_of_halves(x: Tensor, y: Tensor, alpha: float, add: Tensor | None, beta: float, diagonal: float) -> Tensor:
-    from ..kernels import step as kernels
+    from ..kernels import dense as kernels
 
     n, _, d, _ = x.shape
     side = _side(d)

@@ -1,4 +1,4 @@
-"""Warm-started orthogonal iteration, and the root to first order in what it leaves off the diagonal."""
+"""Warm-started orthogonal iteration, and the root to first order in the entries that it leaves off the diagonal."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Qr(EigenSolver):
 
     `F_ij = sqrt(f_i f_j) (delta_ij + phi_ij K_ij)`, `f_i = (lambda_i + eps)^(-e)`, `lambda = diag S`,
     `K_ij = S_ij / sqrt((lambda_i + eps)(lambda_j + eps))` off the diagonal,
-    `phi_ij = -sinh(e r / 2) / sinh(r / 2)`, `r = log((lambda_j + eps) / (lambda_i + eps))`, `|phi K| <= 1/2`:
-    the Daleckii-Krein formula `F_ij = f[lambda_i, lambda_j] S_ij` without units and without cancellation.
+    `phi_ij = -sinh(e r / 2) / sinh(r / 2)`, `r = log((lambda_j + eps) / (lambda_i + eps))`, `|phi K| <= 1/2`.
+    This is the Daleckii-Krein formula `F_ij = f[lambda_i, lambda_j] S_ij` without units and without cancellation.
 
-    The residual is the largest row norm of `K`, eigenvalues below the rounding of `S` counting as noise.
-    The relative error of the root is up to half of its square for e = 1/2, a quarter for e = 1/4
-    (measured). Slots with more than `tolerance` (a cold start, a factor that moved far) get their basis from
-    eigh: one host read per call to see whether there are any (and eigh's own if so), none with
-    `tolerance=inf`. A slot whose `F` is not positive definite is not ok.
+    The residual is the largest row norm of `K`. Eigenvalues below the rounding of `S` count as noise. The relative
+    error of the root is up to half the square of the residual for e = 1/2, and a quarter for e = 1/4 (measured).
+    Slots with a residual above `tolerance` (a cold start, a factor that moved far) get their basis from eigh. To
+    find them takes one host read per call, plus those of eigh if there are any; `tolerance=inf` skips this. A slot
+    whose `F` is not positive definite is not ok.
 
     >>> list(Qr(iterations=1).init(n=4, d=8, dtype=torch.float32, device="cpu"))  # what it keeps
     ['Q']
@@ -96,8 +96,7 @@ class Qr(EigenSolver):
 
 
 def _round(a: Tensor, q: Tensor) -> Tensor:
-    """One orthogonal iteration. `qr` keeps the spans of the leading columns, so they enter by descending
-    Rayleigh quotient: a round then goes on from the last one, and in another order it would undo it."""
+    """One orthogonal iteration. `track.iterate` says why columns are sorted."""
     b = product(a, q)
     order = (q * b).sum(1).argsort(dim=1, descending=True, stable=True)
     return factorize(torch.linalg.qr, b.take_along_dim(order[:, None, :], 2))[0]

@@ -7,22 +7,25 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 
-from .auto import Choices, choose, chosen
 from .base import EigenSolver, RootSolver
+from .coupled import supports
 from .eigh import Eigh
 from .higher_order import HigherOrder
 from .minimax import Minimax
 from .newton import Newton
 from .polar import NewtonSchulz, Polar, PolarExpress, Svd
+from .products import has_kernels
 from .qr import Qr
 from .track import Track
 
 SOLVERS: dict[str, type[RootSolver]] = {s.name: s for s in (Eigh, Newton, HigherOrder, Minimax, Qr, Track)}
 POLARS: dict[str, type[Polar]] = {p.name: p for p in (NewtonSchulz, PolarExpress, Svd)}
+EXAMPLES = {"root": "newton(iterations=20)", "polar": "polar_express(steps=6)"}
 
 T = TypeVar("T")
 
@@ -36,52 +39,45 @@ def parse(spec: str | RootSolver) -> RootSolver:
     if isinstance(spec, RootSolver):
         return spec
     if spec == "auto":
-        raise ValueError('root="auto" is no solver before the size of the matrices is known; use resolve')
-    return _parse("root", spec, SOLVERS, "a root solver", ["auto", *SOLVERS])
+        raise ValueError('root="auto" names no solver until device and exponent are known; use resolve')
+    return _parse_root(spec) if isinstance(spec, str) else _make("root", spec, SOLVERS)
 
 
 def parse_polar(spec: str | Polar) -> Polar:
-    """As `parse`, for iterations to the polar factor.
+    """The solver for polar factors that `spec` spells.
 
     >>> parse_polar("polar_express(steps=6)")
     PolarExpress(steps=6, lower=0.001)
     """
     if isinstance(spec, Polar):
         return spec
-    return _parse("polar", spec, POLARS, "a way to the polar factor", list(POLARS))
+    return _parse_polar(spec) if isinstance(spec, str) else _make("polar", spec, POLARS)
 
 
-def _parse(option: str, spec: str, table: Mapping[str, type[T]], what: str, names: Sequence[str]) -> T:
-    """What `spec` spells of a table; `names` are those that the option allows."""
-    listed = ", ".join(map(repr, names))
-    read = _read(spec)
-    if read is None:
-        example = {"root": "newton(iterations=20)", "polar": "polar_express(steps=6)"}[option]
-        raise ValueError(
-            f"{option}={spec!r} cannot be read; write a name ({listed}) or a name with options, "
-            f'as in "{example}"{_hint(str(spec), names)}'
-        )
-    name, options = read
-    if name not in table:
-        raise ValueError(f"{option}={spec!r} is not {what}; allowed: {listed}{_hint(name, names)}")
-    try:
-        return table[name](**options)
-    except (TypeError, ValueError) as error:
-        known = ", ".join(f.name for f in fields(table[name])) or "none"  # type: ignore[arg-type]
-        raise ValueError(f"{option}={spec!r}: {error}; options of {name}: {known}") from None
+def choose(device: torch.device | str, e: float) -> RootSolver:
+    """The solver that `root="auto"` stands for. This is a rule, so a plan on paper and all ranks with such a device agree.
+
+    `minimax` where our kernels run, and `newton` on other CUDA devices. `eigh` on every other device, and for exponents
+    that the other two cannot do. `benchmarks/fastest.py` measures which of them is fastest on a device.
+
+    >>> choose("cpu", e=1 / 4), choose("cuda", e=0.455)
+    (Eigh(), Eigh())
+    """
+    device = torch.device(device)
+    if device.type != "cuda" or not supports(e):
+        return Eigh()
+    return Minimax() if has_kernels(device) else Newton()
 
 
-def resolve(spec: str | RootSolver | Choices, d: int, device: torch.device | str, e: float) -> RootSolver:
-    """`parse`, with `"auto"` decided for matrices of size `d` and the exponent `e`: by the rule, or by choices measured."""
-    if isinstance(spec, Mapping):
-        found = chosen(spec, d, device, e)
-        return found.solver if found else choose(device, e)
+def resolve(spec: str | RootSolver, device: torch.device | str, e: float) -> RootSolver:
+    """`parse`, where `"auto"` is what :func:`choose` takes for the device and the exponent `e`."""
     return choose(device, e) if spec == "auto" else parse(spec)
 
 
 def resolve_basis(spec: str | RootSolver, device: torch.device | str) -> EigenSolver:
-    """As `resolve`, for eigenbases: `"auto"` is `eigh`, or on CUDA, where that takes matrices one by one, `track` with one
-    iteration: with two a transformer trained no better (docs/results.md).
+    """`parse` for eigenbases, where `"auto"` is `eigh`, or `track` with one iteration on CUDA.
+
+    On CUDA `eigh` takes matrices one by one. With two iterations of `track` a transformer trained no better (docs/results.md).
 
     >>> spell(resolve_basis("auto", "cpu")), spell(resolve_basis("auto", "cuda"))
     ('eigh', 'track(iterations=1)')
@@ -92,13 +88,13 @@ def resolve_basis(spec: str | RootSolver, device: torch.device | str) -> EigenSo
     if not isinstance(solver, EigenSolver):
         able = ", ".join(repr(name) for name, kind in SOLVERS.items() if issubclass(kind, EigenSolver))
         raise ValueError(
-            f"root={spec!r} gives no eigenbasis, which preconditioner='soap' is made of; use 'auto' or one of {able}"
+            f"root={spec!r} computes no eigenbasis, which preconditioner='soap' needs; use 'auto' or one of {able}"
         )
     return solver
 
 
 def spell(solver: RootSolver | Polar) -> str:
-    """The string that `parse`, or `parse_polar`, reads back: options that differ from their defaults only.
+    """The string that `parse` or `parse_polar` reads back. It has only the options that differ from their defaults.
 
     >>> spell(Newton(iterations=20)), spell(Eigh())
     ('newton(iterations=20)', 'eigh')
@@ -108,8 +104,38 @@ def spell(solver: RootSolver | Polar) -> str:
     return f"{solver.name}({options})" if options else solver.name
 
 
+@lru_cache(maxsize=256)  # a solver is immutable, and every step asks for it
+def _parse_root(spec: str) -> RootSolver:
+    return _make("root", spec, SOLVERS)
+
+
+@lru_cache(maxsize=256)
+def _parse_polar(spec: str) -> Polar:
+    return _make("polar", spec, POLARS)
+
+
+def _make(option: str, spec: str, table: Mapping[str, type[T]]) -> T:
+    """What `spec` spells among the classes of a table; `option` is the name of the user's argument."""
+    names = ["auto", *table] if option == "root" else list(table)
+    listed = ", ".join(map(repr, names))
+    read = _read(spec)
+    if read is None:
+        raise ValueError(
+            f"{option}={spec!r} cannot be read; write a name ({listed}) or a name with options, "
+            f'as in "{EXAMPLES[option]}"{_hint(str(spec), names)}'
+        )
+    name, options = read
+    if name not in table:
+        raise ValueError(f"{option}={spec!r} is not a {option} solver; allowed: {listed}{_hint(name, names)}")
+    try:
+        return table[name](**options)
+    except (TypeError, ValueError) as error:
+        known = ", ".join(f.name for f in fields(table[name])) or "none"  # type: ignore[arg-type]
+        raise ValueError(f"{option}={spec!r}: {error}; options of {name}: {known}") from None
+
+
 def _read(spec: str) -> tuple[str, dict[str, Any]] | None:
-    """Name and options of `name` or `name(option=literal, ...)`; None if it is neither."""
+    """Name and options of `name` or `name(option=literal, ...)`; None for anything else."""
     try:
         node = ast.parse(spec, mode="eval").body
         if isinstance(node, ast.Name):
@@ -128,7 +154,7 @@ def _word(name: str | None) -> str:
 
 
 def _literal(node: ast.expr) -> Any:
-    if isinstance(node, ast.Name) and node.id == "inf":  # the repr of a float that has no literal
+    if isinstance(node, ast.Name) and node.id == "inf":  # a float whose repr is no literal
         return math.inf
     return ast.literal_eval(node)
 

@@ -1,4 +1,4 @@
-"""Follow an eigenbasis from refresh to refresh: batched products and Choleskys, no host read, no eigendecomposition."""
+"""Follow an eigenbasis from refresh to refresh, by batched products and Choleskys: no host read, no eigendecomposition."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .firstorder import coupling, diagonal, first_basis, first_order
 from .numerics import column, normalize
 from .products import has_kernels
 
-SHIFTS = (1.0, 0.1)  # of the passes of CholeskyQR, in units of d roundings
-NOISE = 8.0  # roundings of a product A Q
+SHIFTS = (1.0, 0.1)  # one per pass of CholeskyQR, in units of d roundings
+NOISE = 8.0  # roundings in a product A Q
 TILE = 32  # columns that kernels eliminate at once
-ROWS = 64  # of a program; with more it is out of registers
-PANEL = 256  # columns of a Gram matrix that one product makes
-PIVOT = 1e-3  # of the last Cholesky; a smaller one costs more than three digits of orthogonality, sound ones are >= 1
+ROWS = 64  # rows per program; with more it runs out of registers
+PANEL = 256  # columns of a Gram matrix per product
+PIVOT = 1e-3  # least pivot of the last Cholesky. Less costs over three digits of orthogonality; sound ones are >= 1.
 
 
 class Frame(NamedTuple):
-    q: Tensor  # [n, d, d] orthogonal, NaN where that failed
+    q: Tensor  # [n, d, d] orthogonal; NaN where that failed
     s: Tensor  # [n, d, d] = q^T a q
     residual: Tensor  # [n]
 
@@ -33,19 +33,20 @@ class Frame(NamedTuple):
 class Track(EigenSolver):
     """From the last basis `Q`: `iterations` of `Q <- orth((A + mu I) Q)`, one rotation, and the root to first order.
 
-    1. Orthogonal iteration, columns by descending eigenvalue, follows large moves since real spectra decay fast. With
-       `mu = max(eps, 8 roundings of ||A||)` it tells apart the eigenvalues that the root tells apart, and its columns
+    1. Orthogonal iteration with columns by descending eigenvalue. It follows large moves, because real spectra decay fast.
+       With `mu = max(eps, 8 roundings of ||A||)` it separates the eigenvalues that the root separates, and its columns
        are independent whatever the rank of `A`. `orth` is CholeskyQR on unit columns in two shifted passes.
     2. `S = Q^T A Q`, `Q <- orth(Q (I + K))` with `K_ij = S_ij D_ij / (D_ij^2 + 4 S_ij^2 + mu^2)`, `D_ij = S_jj - S_ii`: all
-       Jacobi rotations at once, damped. `I + K` is well conditioned, `K` being skew, so one Cholesky, of the Gram matrix
-       itself, mends also what step 1 left of it.
-    3. `X = Z Z^T` with the first-order function of `S` (`firstorder.first_order`), never indefinite.
+       Jacobi rotations at once, damped. `K` is skew, so `I + K` is well conditioned, and one Cholesky of the Gram matrix
+       without a shift is enough. It also removes the loss of orthogonality that step 1 leaves.
+    3. `X = Z Z^T` with the first-order function of `S` (`firstorder.first_order`). It is never indefinite.
 
-    Every call does the same for every slot and reads nothing back: a slot that moved far goes on at its next refresh, and
-    one that never was refreshed starts from the identity. The residual is the largest row norm of
-    `S_ij / sqrt((S_ii + eps)(S_jj + eps))`, `i != j`; the relative error of the root is 0.03 to 0.1 times its
-    square for e = 1/4 (measured). Slots with more than `tolerance` are not ok; `roots.solve` gives them root and basis by eigh.
-    The second iteration, for half as much time again, makes the error of refreshes that are far apart three times smaller.
+    Every call does the same for every slot and reads nothing back. A slot that moved far continues at its next refresh. A
+    slot that was never refreshed starts from the identity. The residual is the largest row norm of
+    `S_ij / sqrt((S_ii + eps)(S_jj + eps))`, `i != j`. The relative error of the root is 0.03 to 0.1 times its
+    square for e = 1/4 (measured). A slot with a residual above `tolerance` is not ok; `roots.solve` then gives it root and
+    basis by eigh. The second iteration takes half as much time again. It makes the error of refreshes that are far apart
+    three times smaller.
 
     >>> list(Track().init(n=4, d=8, dtype=torch.float32, device="cpu"))  # what it keeps
     ['Q']
@@ -59,7 +60,7 @@ class Track(EigenSolver):
         if not (isinstance(self.iterations, int) and self.iterations >= 1):
             raise ValueError(f"iterations={self.iterations!r} must be a positive integer")
         if not self.tolerance > 0:
-            raise ValueError(f"tolerance={self.tolerance!r} must be positive; inf takes every finite root")
+            raise ValueError(f"tolerance={self.tolerance!r} must be positive; inf accepts every finite root")
 
     def init(self, n: int, d: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
         return first_basis(n, d, dtype, device)
@@ -90,7 +91,7 @@ class Track(EigenSolver):
             q, mu = iterate(a, q, ridge)
         q = rotate(a, q, mu)
         s = symmetrize(product(q.mT, product(a, q)))
-        # A tiny ridge makes couplings out of rounding; those between eigenvalues below d roundings say nothing.
+        # A tiny ridge turns rounding into couplings. Those between eigenvalues below d roundings carry no information.
         k = coupling(s, ridge, floor=a.shape[-1])
         residual = torch.linalg.vector_norm(k, dim=2).amax(1).nan_to_num(nan=torch.inf)
         state["Q"] = settle(q, torch.isfinite(residual))[0]
@@ -98,16 +99,16 @@ class Track(EigenSolver):
 
 
 def iterate(a: Tensor, q: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
-    """One orthogonal iteration with `a + mu I`, nearly orthonormal, and `mu` [n, 1, 1].
+    """One orthogonal iteration with `a + mu I`: the result, nearly orthonormal, and `mu` [n, 1, 1].
 
-    Orthonormalising keeps the spans of the leading columns, so they enter by descending Rayleigh quotient: a round then
-    goes on from the last one, and in another order it would undo it.
+    Columns are sorted by descending Rayleigh quotient. Orthonormalising keeps the spans of the leading columns, so in this
+    order a round continues the last one, and in another order it would undo it.
     """
     b = product(a, q)
     order = (q * b).sum(1).argsort(dim=1, descending=True, stable=True)
     rounding = torch.finfo(a.dtype).eps
     size = torch.linalg.vector_norm(b, dim=1, keepdim=True).amax(2, keepdim=True)
-    mu = torch.maximum(ridge, NOISE * rounding * size).clamp(min=rounding)  # of a zero factor any basis is one
+    mu = torch.maximum(ridge, NOISE * rounding * size).clamp(min=rounding)  # for a zero factor any basis will do
     b = (b + mu * q).take_along_dim(order[:, None, :], 2)
     b = b / torch.linalg.vector_norm(b, dim=1, keepdim=True)
     for shift in SHIFTS:
@@ -116,7 +117,7 @@ def iterate(a: Tensor, q: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(a: Tensor, q: Tensor, delta: Tensor) -> Tensor:
-    """`orth(q (I + K))` for nearly orthonormal `q`; NaN where it was not even that."""
+    """`orth(q (I + K))` for nearly orthonormal `q`; NaN where `q` is not nearly orthonormal."""
     w = q + product(q, jacobi(symmetrize(product(q.mT, product(a, q))), delta))
     new, pivot = cholesky_qr(w, 0.0)
     return new.masked_fill(~(pivot >= PIVOT)[:, None, None], torch.nan)
@@ -125,8 +126,8 @@ def rotate(a: Tensor, q: Tensor, delta: Tensor) -> Tensor:
 def jacobi(s: Tensor, delta: Tensor) -> Tensor:
     """The skew `K` of all Jacobi rotations at once, damped by `delta` [n, 1, 1].
 
-    `S_ij / D_ij` where that is small and at most 1/4 where eigenvalues are close; pairs that agree to within `delta` need
-    no rotation and get none.
+    An entry is about `S_ij / D_ij` where that is small, and at most 1/4 where eigenvalues are close. Pairs that agree to
+    within `delta` need no rotation and get next to none.
     """
     values = diagonal(s)
     gap = values[:, None, :] - values[:, :, None]
@@ -137,7 +138,8 @@ def jacobi(s: Tensor, delta: Tensor) -> Tensor:
 def cholesky_qr(b: Tensor, shift: float) -> tuple[Tensor, Tensor]:
     """`B R^{-1}`, `R^T R = B^T B + shift d roundings I`, and the smallest pivot `R_ii^2` [n].
 
-    For unit columns a shift near one keeps the Cholesky from breaking down and takes up to two decades off the condition.
+    For unit columns a shift near one keeps the Cholesky from breaking down. A pass lowers the condition number by up to two
+    decades.
     """
     ridge = shift * b.shape[-1] * torch.finfo(b.dtype).eps
     if b.dtype == torch.float32 and has_kernels(b.device):
@@ -155,18 +157,19 @@ def _solve(lower: Tensor, b: Tensor) -> tuple[Tensor]:
 
 
 def _by_tiles(b: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """The same in few launches and large products: cuSOLVER and cuBLAS take a thousand launches, one after the other.
+    """The same in few launches and large products. cuSOLVER and cuBLAS take a thousand launches, one after the other.
 
-    `R^{-1}` from the right makes `L = R^T` of the Gram matrix and `Q` of `B`, so both are one matrix of `2d` rows, eliminated tile
-    by tile of its columns. After the m-th, as many tiles before it as the largest power of two that divides m are taken out of as
-    many behind it, so that when a tile's turn comes all before it have been. What breaks down is NaN from there on, in its slot.
+    Multiplying by `R^{-1}` from the right turns the Gram matrix into `L = R^T` and `B` into `Q`. So both are one matrix of `2d`
+    rows, and its columns are eliminated tile by tile. Let `k` be the largest power of two that divides m. After the m-th tile,
+    the last `k` tiles are subtracted from the next `k`. When it is a tile's turn, all tiles before it have then been subtracted.
+    A slot that breaks down is NaN from that tile on.
     """
-    from ..kernels import step as kernels
+    from ..kernels import dense as kernels
 
     n, d, _ = b.shape
-    left, done = b.new_empty(n, 2 * d, d), b.new_empty(n, 2 * d, d)  # what is left to eliminate, and L over Q
+    left, done = b.new_empty(n, 2 * d, d), b.new_empty(n, 2 * d, d)  # what is still to be eliminated; L over Q
     factors, pivots = b.new_empty(n, 2, TILE, TILE), b.new_empty(n, d)
-    for start in range(0, d, PANEL):  # what is above their diagonals is never used
+    for start in range(0, d, PANEL):  # entries above the diagonal are never used
         torch.bmm(b[:, :, start:].mT, b[:, :, start : start + PANEL], out=left[:, start:d, start : start + PANEL])
     diagonal(left[:, :d]).add_(ridge)
     left[:, d:] = b

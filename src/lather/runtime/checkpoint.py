@@ -1,13 +1,20 @@
-"""The key schema of checkpoints, and loading by copy into the live views.
+"""Checkpoints: their keys and versions, what does not fit, and the gathering of a whole state.
 
 ``opt.state[p]`` is flat: ``step``, ``momentum`` (shaped like the parameter) and ``"<role>.<block>"`` such as ``L0.3``, which
 is a view of a bank. Keys depend on global shapes and options only, so they are the same for any number of ranks. A block's
-keys are there on the rank that owns it; ``momentum`` lies as its parameter does. In the place of ``momentum``, averaging has
-``z`` or ``x``, ``y``, which a checkpoint has in either mode, and the ``weight_sum`` of all steps.
+keys are there on the rank that owns it; ``momentum`` lies as its parameter does. Averaging has ``z`` or ``x`` instead of
+``momentum``; ``y``, which a checkpoint has in either mode; and ``weight_sum``, the weights of all steps.
+
+[Note: versions] ``state_dict()`` has ``VERSION`` under ``"lather_version"``. Files without it are version 1, and so are those of
+``torch.distributed.checkpoint``, which keeps only state and param groups. A version that changes what is stored appends its
+upgrade to ``UPGRADES``, and must then write its number into param groups too. An option that a file lacks takes the value
+that it had then (``Option.before``). A newer version is refused.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,38 +22,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compute.bank import Bank, initial_state, make_stack
-from ..options import OPTIONS, STRUCTURAL
+from ..compute.bank import Bank, block_state
+from ..options import OPTIONS, REQUIRED, STRUCTURAL
 from ..planning.blocks import Region, Shape
 from ..planning.plan import BankKey, Plan
 from ..storage import averaging
-from ..storage import update as rules
 from ..storage.tensors import is_dtensor, local
-from .exchange import Comm
+from .ranks import Comm
 
 Views = dict[str, Tensor]
-SUMMED = "Lmvw"  # roles that take in gradients and start as zeros; roots and bases are made of these
 
 
 def key(role: str, block: int) -> str:
     return f"{role}.{block}"
 
 
-def block_state(plan: Plan, bank: BankKey) -> Views:
-    """The state of one block of a bank, on the meta device: role -> shape and dtype."""
-    group = plan.groups[bank.group]
-    state = initial_state(bank, make_stack(bank, 1, group, torch.device("meta")), group)
-    return {role: tensor[0] for role, tensor in state.items()}
-
-
 def expected_shapes(plan: Plan, banks: Mapping[BankKey, Sequence[int]]) -> list[dict[str, Shape]]:
     """For each parameter, the state that the plan's options call for in these banks: key -> shape."""
     shapes: list[dict[str, Shape]] = [{"step": ()} for _ in plan.specs]
     for spec, entry in zip(plan.specs, shapes, strict=True):
-        group = plan.groups[spec.group]
-        entry |= dict.fromkeys(rules.state_of(getattr(torch, spec.dtype), group), spec.shape)
-        entry |= {"y": spec.shape} if averaging.is_on(group) else {}
-        entry |= {"weight_sum": ()} if group["averaging"] == "schedule_free" else {}
+        settings = plan.settings[spec.group]
+        entry |= dict.fromkeys(averaging.state_of(getattr(torch, spec.dtype), settings), spec.shape)
+        if settings.averaging:
+            entry["y"] = spec.shape
+            entry |= {"weight_sum": ()} if settings.averaging.kind == "schedule_free" else {}
     for bank, numbers in banks.items():
         state = block_state(plan, bank)
         for block in (plan.blocks[i] for i in numbers):
@@ -55,14 +54,44 @@ def expected_shapes(plan: Plan, banks: Mapping[BankKey, Sequence[int]]) -> list[
     return shapes
 
 
-def check_groups(state_dict: Mapping[str, Any], live: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse what is not an optimizer's state, or has param groups that were not made for this optimizer."""
+Upgrade = Callable[
+    [dict[str, Any], list[dict[str, Any]]], None
+]  # of the state by parameter and the param groups, in place
+UPGRADES: tuple[Upgrade, ...] = ()  # from version 1 to 2, from 2 to 3, ...
+VERSION = 1 + len(UPGRADES)
+VERSION_KEY = "lather_version"
+
+
+def upgraded(state_dict: Mapping[str, Any]) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+    """The state and the param groups of a checkpoint, as this version has them. Refuses what is not an optimizer's state."""
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
             f"not the state of an optimizer: it has the keys {_few(list(state_dict))} where 'state' and 'param_groups' are "
             "expected; pass what opt.state_dict() returned"
         )
-    saved = state_dict["param_groups"]
+    state, groups = dict(state_dict["state"]), copy.deepcopy(list(state_dict["param_groups"]))
+    versions = [each.pop(VERSION_KEY, 1) for each in groups] + [state_dict.get(VERSION_KEY, 1)]
+    version = max(versions, key=lambda v: v if isinstance(v, int) else math.inf)
+    if not isinstance(version, int) or not 1 <= version <= VERSION:
+        raise ValueError(
+            f"the checkpoint has version {version!r}, and this version of lather reads versions up to {VERSION}; update lather "
+            "to load it"
+        )
+    for step in UPGRADES[version - 1 :]:
+        step(state, groups)
+    for number, group in enumerate(groups):
+        lacking = [name for name in OPTIONS if name not in group]
+        if missing := [name for name in lacking if OPTIONS[name].before is REQUIRED]:
+            raise ValueError(
+                f"param group {number} of the checkpoint lacks the options {_few(missing)}: it was saved by another optimizer or "
+                "another version of lather"
+            )
+        group |= {name: OPTIONS[name].before for name in lacking}
+    return state, groups
+
+
+def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse param groups that were not made for this optimizer."""
     sizes, ours = [len(group["params"]) for group in saved], [len(group["params"]) for group in live]
     if sizes != ours:
         raise ValueError(
@@ -70,11 +99,6 @@ def check_groups(state_dict: Mapping[str, Any], live: Sequence[Mapping[str, Any]
             "same model with the same param groups"
         )
     for number, (theirs, mine) in enumerate(zip(saved, live, strict=True)):
-        if missing := [name for name in OPTIONS if name not in theirs]:
-            raise ValueError(
-                f"param group {number} of the checkpoint lacks the options {_few(missing)}: it was saved by another optimizer or "
-                "another version of lather"
-            )
         for name in STRUCTURAL:
             if OPTIONS[name].check(name, theirs[name]) != mine[name]:  # a tuple may come back as a list
                 raise ValueError(
@@ -88,7 +112,7 @@ def check_states(entries: Sequence[Mapping[str, Any]], plan: Plan, places: Seque
     needed = expected_shapes(plan, plan.banks_of(places))
     known = expected_shapes(plan, plan.all_banks())
     for i, (saved, spec) in enumerate(zip(entries, plan.specs, strict=True)):
-        local_blocks = plan.groups[spec.group]["blocks"] == "local"
+        local_blocks = plan.settings[spec.group].geometry.local
         hint = ", or sharded otherwise, which blocks='local' depends on" if local_blocks else ""
         check_state(saved, needed[i], known[i], spec.name, hint)
 
@@ -144,8 +168,8 @@ def collect(
 ) -> list[Views]:
     """The whole state on the rank ``to``, by parameter, in host memory. A collective.
 
-    On the others, what they have but DTensors: torch would gather those again, and the rank ``to`` does not take part.
-    Teams that ``to`` is not part of repeat the work of one that it is part of, or work for parameters that it does not have.
+    The others get what they have, without DTensors: torch would gather those again, and the rank ``to`` does not take part.
+    Teams without ``to`` repeat the work of one with it, or work for parameters that it does not have.
     """
     found: list[Views] = []
     for entry in views:
@@ -195,7 +219,7 @@ def blank(banks: Iterable[Bank]) -> list[int]:
     """Parameters that have blocks here, all of them as they were before the first step: nothing has been summed up."""
     seen: dict[int, bool] = {}
     for bank in banks:
-        sums = [tensor for role, tensor in bank.state.items() if role[0] in SUMMED]
+        sums = [tensor for role, tensor in bank.state.items() if role[0] in bank.sums]
         marks = [tensor.flatten(1).any(1).tolist() for tensor in sums]
         for block, *used in zip(bank.blocks, *marks, strict=True):
             seen[block.param] = seen.get(block.param, False) or any(used) or not marks
@@ -203,12 +227,12 @@ def blank(banks: Iterable[Bank]) -> list[int]:
 
 
 def warn_of_blanks(banks: Iterable[Bank], steps: Sequence[int], name_of: Callable[[int], str]) -> None:
-    """torch fills a state that it gathered on one rank, and that lacks the others' blocks, with what a new optimizer has."""
+    """Gathering on one rank without consolidating makes torch fill the other ranks' blocks with freshly initialised state."""
     if found := [i for i in blank(banks) if steps[i] > 0]:
         warnings.warn(
-            f"the checkpoint has steps, but nothing but zeros in the averages of the blocks that this rank owns of {len(found)} "
-            f"parameters, {name_of(found[0])} the first; if it was gathered on one rank, by "
-            "get_optimizer_state_dict(full_state_dict=True) for instance, call opt.consolidate_state_dict() before that",
+            f"the checkpoint has steps, but only zeros in the averages of the blocks that this rank owns, for {len(found)} "
+            f"parameters ({name_of(found[0])} is the first). If it was gathered on one rank, for example by "
+            "get_optimizer_state_dict(full_state_dict=True), call opt.consolidate_state_dict() before that",
             stacklevel=4,  # the line that called opt.load_state_dict()
         )
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..compute.bank import Bank
-from ..methods import factors_of, modes_of
-from .exchange import Circle
-from .run import Built
+from ..methods.shampoo import factors_of, modes_of
+from ..settings import Settings
+from .ranks import Peers
+from .run import Run
 
 ALARM = 10  # steps between looks at the failures of all ranks; the same whatever options a rank knows of
 
@@ -21,61 +22,60 @@ class NumericalWarning(RuntimeWarning):
     """A gradient was not finite, or a root could not be refreshed. Training goes on without it."""
 
 
-class Watch:
+class Health:
     """Reads the banks' counts and reports them by parameter name."""
 
     def __init__(self) -> None:
         self._alarm, self._calls = Alarm(), 0
-        self._mail: dict[Bank, tuple[Tensor, Any]] = {}
+        self._arriving: dict[Bank, tuple[Tensor, Any]] = {}  # counts on their way from the device
         self._reported: set[str] = set()
 
     def keep(self, banks: Iterable[Bank]) -> None:
         """Let go of banks that are no more."""
         self._alarm = Alarm()
         live = set(banks)
-        self._mail = {bank: mail for bank, mail in self._mail.items() if bank in live}
+        self._arriving = {bank: counts for bank, counts in self._arriving.items() if bank in live}
 
-    def look_after(self, built: Built, groups: Sequence[Mapping[str, Any]], circle: Circle) -> None:
-        """Report failures after a step: every time where reading is free, now and then where it is not."""
-        if error := lost(built.banks):
-            self._tell(error)
-        for bank in built.banks:
-            group = groups[bank.key.group]
-            step = built.steps[bank.blocks[0].param]
-            if bank.counts.is_cpu or step % group["precondition_frequency"] == 0:
-                self._look(bank, group, built.name_of, error, alone=not circle)
+    def report(self, run: Run, settings: Sequence[Settings], peers: Peers) -> None:
+        """Report failures after a step: every time where reading is free, now and then where it is not.
+
+        On CUDA the counts are under way for a while, and are read once they have arrived.
+        """
+        for bank in run.banks:
+            if bank.background.error:
+                self._tell_lost(bank.background.error)
+            counts: Sequence[Sequence[int]] | None
+            if bank.counts.is_cpu:
+                counts = bank.counts.tolist()
+            elif run.steps[bank.blocks[0].param] % settings[bank.key.group].frequency == 0:
+                counts = self._read(bank)
+            else:
+                continue
+            if counts is not None:
+                bank.failing = frozenset(slot for slot, failed in enumerate(counts[1]) if failed)
+                if any(map(any, counts)):
+                    self._tell(bank, counts, run, settings[bank.key.group], alone=not peers.comms)
         self._calls += 1
-        if circle and self._calls % ALARM == 0 and self._alarm.rings(built.banks, groups, circle):
-            raise RuntimeError(circle.tell(failures(built.banks, groups, built.name_of)))
+        if peers.comms and self._calls % ALARM == 0 and self._alarm.rings(run.banks, settings, peers):
+            raise RuntimeError(peers.tell(failures(run.banks, settings, run.name_of)))
 
-    def _tell(self, error: str) -> None:
-        message = f"roots could not be computed beside the training ({error}); their last ones are kept"
+    def _tell_lost(self, error: str) -> None:
+        message = f"roots could not be computed in the background ({error}); the last ones are kept"
         self._warn(message, once=error.partition(":")[0])
 
-    def _look(
-        self, bank: Bank, group: Mapping[str, Any], name_of: Callable[[int], str], error: str | None, alone: bool
-    ) -> None:
-        """Report what is known by now. On CUDA the counts are under way for a while; they are read once they arrived.
-
-        A rank that is not ``alone`` does not raise: all do, together, when the :class:`Alarm` says so.
-        """
-        counts = self._read(bank)
-        if counts is None:
-            return
-        bank.failing = frozenset(slot for slot, failed in enumerate(counts[1]) if failed)
-        if not any(map(any, counts)):
-            return
+    def _tell(self, bank: Bank, counts: Sequence[Sequence[int]], run: Run, settings: Settings, alone: bool) -> None:
+        """A rank that is not ``alone`` does not raise: all do, together, when the :class:`Alarm` says so."""
         for slot, (skipped, failed) in enumerate(zip(*counts, strict=True)):
             block = bank.blocks[slot]
-            name = name_of(block.param)
-            if alone and failed > group["max_failed_refreshes"]:
-                raise RuntimeError(_failure(bank, slot, name, failed, group, error))
+            name = run.name_of(block.param)
+            if alone and failed > settings.max_failed_refreshes:
+                raise RuntimeError(_failure(bank, slot, name, failed, settings, lost(run.banks)))
             if failed:
                 self._warn(
                     f"the root of block {block.index} of parameter {name} could not be refreshed; its last one is kept"
                 )
             if skipped:
-                self._warn(f"parameter {name} had a gradient with NaN or Inf; its blocks concerned were not updated")
+                self._warn(f"parameter {name} had a gradient with NaN or Inf; the blocks concerned were not updated")
 
     def _warn(self, message: str, once: str | None = None) -> None:
         """Only the first time for each message, or for what is to be told ``once``."""
@@ -84,13 +84,11 @@ class Watch:
             warnings.warn(message, NumericalWarning, stacklevel=7)  # the line that called opt.step()
 
     def _read(self, bank: Bank) -> Sequence[Sequence[int]] | None:
-        if bank.counts.device.type != "cuda":
-            return cast("list[list[int]]", bank.counts.tolist())
         arrived = None
-        if bank in self._mail and self._mail[bank][1].query():
-            arrived = cast("list[list[int]]", self._mail.pop(bank)[0].tolist())
-        if bank not in self._mail:
-            self._mail[bank] = _to_host(bank.counts)
+        if bank in self._arriving and self._arriving[bank][1].query():
+            arrived = cast("list[list[int]]", self._arriving.pop(bank)[0].tolist())
+        if bank not in self._arriving:
+            self._arriving[bank] = _to_host(bank.counts)
         return arrived
 
 
@@ -101,34 +99,34 @@ class Alarm:
     """
 
     def __init__(self) -> None:
-        self._mail: tuple[Tensor, Any] | None = None
+        self._last: tuple[Tensor, Any] | None = None
 
-    def rings(self, banks: Sequence[Bank], groups: Sequence[Mapping[str, Any]], circle: Circle) -> bool:
-        flag = torch.zeros((), dtype=torch.int32, device=circle.device)
+    def rings(self, banks: Sequence[Bank], settings: Sequence[Settings], peers: Peers) -> bool:
+        flag = torch.zeros((), dtype=torch.int32, device=peers.device)
         for bank in banks:
-            flag = flag.maximum(too_many(bank, groups[bank.key.group]).any().to(flag.device, torch.int32))
-        flag = circle.reduce_max(flag)
+            flag = flag.maximum(too_many(bank, settings[bank.key.group]).any().to(flag.device, torch.int32))
+        flag = peers.reduce_max(flag)
         if flag.device.type != "cuda":
             return bool(flag.item())
-        before, self._mail = self._mail, _to_host(flag)
+        before, self._last = self._last, _to_host(flag)
         if before is None:
             return False
         before[1].synchronize()
         return bool(before[0].item())
 
 
-def too_many(bank: Bank, group: Mapping[str, Any]) -> Tensor:
+def too_many(bank: Bank, settings: Settings) -> Tensor:
     """``[n]`` bool: the slots whose root failed more often in a row than is allowed."""
-    return bank.counts[1] > int(group["max_failed_refreshes"])
+    return bank.failed > settings.max_failed_refreshes
 
 
-def failures(banks: Sequence[Bank], groups: Sequence[Mapping[str, Any]], name_of: Callable[[int], str]) -> str | None:
+def failures(banks: Sequence[Bank], settings: Sequence[Settings], name_of: Callable[[int], str]) -> str | None:
     """What to say about the first block that failed too often, if there is one."""
     for bank in banks:
-        group = groups[bank.key.group]
-        for slot in too_many(bank, group).nonzero().flatten().tolist()[:1]:
-            failed = int(bank.counts[1, slot])
-            return _failure(bank, slot, name_of(bank.blocks[slot].param), failed, group, lost(banks))
+        mine = settings[bank.key.group]
+        for slot in too_many(bank, mine).nonzero().flatten().tolist()[:1]:
+            name = name_of(bank.blocks[slot].param)
+            return _failure(bank, slot, name, int(bank.failed[slot]), mine, lost(banks))
     return None
 
 
@@ -149,14 +147,12 @@ def nonfinite(grads: Mapping[int, Tensor]) -> list[int]:
     return [i for i, fine in zip(keys, finite, strict=True) if not fine]
 
 
-def refuse_nonfinite(
-    grads: Mapping[int, Tensor], built: Built, groups: Sequence[Mapping[str, Any]], circle: Circle
-) -> None:
+def refuse_nonfinite(grads: Mapping[int, Tensor], run: Run, settings: Sequence[Settings], peers: Peers) -> None:
     """Under ``on_nonfinite="raise"``, raise on all ranks if a gradient has NaN or Inf."""
-    strict = [groups[spec.group]["on_nonfinite"] == "raise" for spec in built.plan.specs]
+    strict = [settings[spec.group].raise_on_nonfinite for spec in run.plan.specs]
     bad = nonfinite({i: grad for i, grad in grads.items() if strict[i]})
-    message = circle.tell(
-        f"parameter {built.name_of(bad[0])} has NaN or Inf in its gradient at step {built.steps[bad[0]] + 1}; nothing was "
+    message = peers.tell(
+        f"parameter {run.name_of(bad[0])} has NaN or Inf in its gradient at step {run.steps[bad[0]] + 1}; nothing was "
         "updated (on_nonfinite='raise')"
         if bad
         else None
@@ -176,22 +172,21 @@ def tally(banks: Iterable[Bank], name_of: Callable[[int], str]) -> dict[str, dic
     return found
 
 
-def _failure(bank: Bank, slot: int, name: str, failed: int, group: Mapping[str, Any], error: str | None) -> str:
+def _failure(bank: Bank, slot: int, name: str, failed: int, settings: Settings, error: str | None) -> str:
+    eps = settings.hyper.eps
     factors = [factors_of(bank.state, mode, slice(slot, slot + 1))[0] for mode in modes_of(bank.state)]
-    conditions = ", ".join(_condition(factor, group["eps"]) for factor in factors)
+    conditions = ", ".join(_condition(factor, eps) for factor in factors)
     cause = f". The last error was {error}" if error else ""
     return (
         f"the root of block {bank.blocks[slot].index} of parameter {name} (shape {bank.key.shape}) failed to refresh "
-        f"{failed} times in a row, more than max_failed_refreshes={group['max_failed_refreshes']}; condition numbers of "
-        f"its factors: {conditions}{cause}. Raise eps (now {group['eps']:g}), lower the learning rate, or "
-        "choose another root solver"
+        f"{failed} times in a row, more than max_failed_refreshes={settings.max_failed_refreshes}; condition numbers of "
+        f"its factors: {conditions}{cause}. Raise eps (now {eps:g}), lower the learning rate, or choose another root solver"
     )
 
 
 def lost(banks: Iterable[Bank]) -> str | None:
-    """Why a refresh beside the training came to nothing, if the last one of some bank has. Those of a fleet share one."""
-    errors = (bank.aside.error for bank in banks if "aside" in vars(bank))
-    return next((error for error in errors if error), None)
+    """Why a refresh in the background came to nothing, if the last one of some bank has."""
+    return next((bank.background.error for bank in banks if bank.background.error), None)
 
 
 def _condition(factor: Tensor, eps: float) -> str:

@@ -1,4 +1,4 @@
-"""The stored side: pieces of parameters, laid end to end in flat buffers where rules work on them all at once."""
+"""Flat buffers: pieces of parameters and gradients, laid end to end, where they are worked on all at once."""
 
 from __future__ import annotations
 
@@ -6,29 +6,30 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..linalg import from_host
+from ..planning.messages import SCALE, Item
 from ..planning.plan import Plan
-from ..runtime.exchange import SCALE, Item
 from . import averaging
-from . import update as rules
-from .grids import Run, coalesce
+from .grids import Grid, coalesce
+from .step import Number, Step, Tensors
+from .update import prepare_gradient, update_
 
-ArenaKey = tuple[str, str, torch.dtype]  # role, device as the plan names it
-LARGEST = 1 << 26  # elements of a chunk, unless one message has more
+ScratchKey = tuple[str, str, torch.dtype]  # role, device as the plan names it, dtype
+LARGEST = 1 << 26  # elements of a span, unless one message has more
 
 
-class Arena:
-    """Scratch memory that all chunks and banks share, one after the other: as large as the largest of them needs."""
+class Scratch:
+    """Memory that all units use one after the other: as large as the largest of them needs."""
 
     def __init__(self, devices: Mapping[str, torch.device]) -> None:
         self.devices = devices
-        self._sizes: dict[ArenaKey, int] = {}
-        self._flat: dict[ArenaKey, Tensor] = {}
+        self._sizes: dict[ScratchKey, int] = {}
+        self._flat: dict[ScratchKey, Tensor] = {}
         self._user: object = None
 
     def passes_to(self, user: object) -> bool:
@@ -36,10 +37,10 @@ class Arena:
         last, self._user = self._user, user
         return last is not user
 
-    def reserve(self, key: ArenaKey, numel: int) -> None:
+    def reserve(self, key: ScratchKey, numel: int) -> None:
         self._sizes[key] = max(numel, self._sizes.get(key, 0))
 
-    def take(self, key: ArenaKey, *shape: int, start: int = 0) -> Tensor:
+    def take(self, key: ScratchKey, *shape: int, start: int = 0) -> Tensor:
         if key not in self._flat:
             _, device, dtype = key
             self._flat[key] = torch.zeros(self._sizes[key], dtype=dtype, device=self.devices[device])
@@ -48,19 +49,19 @@ class Arena:
 
 @dataclass
 class Span:
-    """Where pieces of alike parameters of one param group lie in a flat buffer, and parts of that in a buffer of messages."""
+    """Where pieces of parameters of one param group and dtype lie in a flat buffer, and in a buffer of messages."""
 
     group: int
     device: str
     dtype: str  # of the parameters
     numel: int = 0
-    runs: list[Run] = field(default_factory=list)
-    parts: list[tuple[int, int, int]] = field(default_factory=list)  # offset here, offset there, elements
+    grids: list[Grid] = field(default_factory=list)
+    parts: list[tuple[int, int, int]] = field(default_factory=list)  # offset here, offset in the messages, elements
     scales: list[tuple[int, int, int]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # elements under each scale
 
     def add(self, param: int, start: Sequence[int], shape: Sequence[int]) -> None:
-        self.runs.append(Run(param, self.numel, tuple(start), tuple(shape)))
+        self.grids.append(Grid(param, self.numel, tuple(start), tuple(shape)))
         self.numel += math.prod(shape)
 
     def add_item(self, param: int, start: Sequence[int], item: Item) -> None:
@@ -73,7 +74,7 @@ class Span:
 
 
 def _extend(parts: list[tuple[int, int, int]], here: int, there: int, size: int) -> None:
-    """Add a part, or lengthen the last one if it goes on from there."""
+    """Add a part, or lengthen the last one if this continues it."""
     if parts and (parts[-1][0] + parts[-1][2], parts[-1][1] + parts[-1][2]) == (here, there):
         parts[-1] = (parts[-1][0], parts[-1][1], parts[-1][2] + size)
     else:
@@ -95,84 +96,83 @@ def spans(plan: Plan, me: int, items: Iterable[Item]) -> list[Span]:
     return [*done, *open_.values()]
 
 
-class Mirror:
-    """A flat buffer, and the places in it of the tensors it is copied from and to."""
-
-    def __init__(self, runs: Sequence[Run], flat: Tensor) -> None:
-        self.flat = flat
-        self._slots = [(run, run.of_flat(flat)) for run in runs]
-        self._loaded: list[tuple[Tensor, Tensor]] = []
-
-    def load(self, tensors: Mapping[Any, Tensor], *, keep: bool = False) -> Tensor:
-        """Fill the places of the tensors there are; the others hold whatever they held. ``keep`` is for a :meth:`save`."""
-        pairs = [(slot, run.of_tensor(tensors[run.key])) for run, slot in self._slots if run.key in tensors]
-        copy_pairs(pairs)
-        self._loaded = pairs if keep else []
-        return self.flat
-
-    def clear(self, tensors: Mapping[Any, Tensor]) -> None:
-        """Zero the places of tensors that are not there."""
-        for run, slot in self._slots:
-            if run.key not in tensors:
-                slot.zero_()
-
-    def save(self) -> None:
-        """Write back to where it was loaded from, and let go of that."""
-        copy_pairs([(view, slot) for slot, view in self._loaded])
-        self._loaded = []
-
-
 def copy_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy each second tensor into the first."""
     if pairs:
         torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
 
 
-class Stored(NamedTuple):
-    """Tensors as this rank stores them, by number of the parameter; the roles of mirrors of the same name."""
+class FlatBuffer:
+    """A flat buffer, and where in it the tensors lie that it is copied from and to."""
 
-    params: Mapping[int, Tensor]
-    kept: Mapping[int, Tensor]  # momentum, or what averaging keeps
-    exact: Mapping[int, Tensor]  # parameters that averaging keeps unrounded
+    def __init__(self, grids: Sequence[Grid], flat: Tensor) -> None:
+        self.flat = flat
+        self._slots = [(grid, grid.of_flat(flat)) for grid in grids]
+        self._bound: Tensors | None = None
+        self._views: list[Tensor] = []  # of the tensors that are bound, one for each slot
 
-    def of(self, numbers: Sequence[int]) -> Stored:
-        params, kept, exact = self
-        return Stored(_some(params, numbers), _some(kept, numbers), _some(exact, numbers))
+    def load(self, tensors: Tensors) -> Tensor:
+        """Fill in the tensors that are there. What is not there keeps whatever it held."""
+        there = [(grid, slot) for grid, slot in self._slots if grid.key in tensors]
+        if there:
+            torch._foreach_copy_([slot for _, slot in there], _views_of(there, tensors))
+        return self.flat
+
+    def clear(self, tensors: Tensors) -> None:
+        """Zero the places of tensors that are not there."""
+        for grid, slot in self._slots:
+            if grid.key not in tensors:
+                slot.zero_()
+
+    def bind(self, tensors: Tensors) -> Tensor:
+        """As :meth:`load`, for tensors that stay where they are: views are made once."""
+        if self._bound is not tensors:
+            self._bound, self._views = tensors, _views_of(self._slots, tensors)
+        torch._foreach_copy_([slot for _, slot in self._slots], self._views)
+        return self.flat
+
+    def save(self, only: Sequence[int] | None) -> None:
+        """Write back to the tensors that are bound, or to some of them."""
+        pairs = zip(self._views, self._slots, strict=True)
+        some = [(view, slot) for view, (grid, slot) in pairs if only is None or grid.key in only]
+        if some:
+            torch._foreach_copy_([view for view, _ in some], [slot for _, slot in some])
 
 
-def _some(tensors: Mapping[int, Tensor], numbers: Sequence[int]) -> Mapping[int, Tensor]:
-    return {i: tensors[i] for i in numbers if i in tensors} if tensors else tensors
+def _views_of(slots: Sequence[tuple[Grid, Tensor]], tensors: Tensors) -> list[Tensor]:
+    found = [tensors[grid.key] for grid, _ in slots]
+    return [x if x.shape == slot.shape else grid.of_tensor(x) for x, (grid, slot) in zip(found, slots, strict=True)]
 
 
-class Chunk:
-    """A span with its buffers: gradients are read into it, parameters moved in it."""
+class Pieces:
+    """A span with its buffers: gradients are read into it, parameters are moved in it."""
 
-    def __init__(self, span: Span, keys: Mapping[str, ArenaKey], arena: Arena, messages: Tensor | None) -> None:
+    def __init__(self, span: Span, keys: Mapping[str, ScratchKey], scratch: Scratch, messages: Tensor | None) -> None:
         self.group = span.group
+        self.members = tuple(dict.fromkeys(grid.key for grid in span.grids))
         self._dtype: torch.dtype = getattr(torch, span.dtype)
-        self.members = tuple(dict.fromkeys(run.key for run in span.runs))
-        self._keys, self._arena, self._messages, self._span = keys, arena, messages, span
+        self._keys, self._scratch, self._messages, self._span = keys, scratch, messages, span
         self._lengths = from_host(span.lengths, messages, torch.int64) if messages is not None else None
 
     @cached_property
-    def _mirrors(self) -> dict[str, Mirror]:
-        """Buffers of tensors by role, taken when they are first needed: a fleet does without them."""
-        runs = coalesce(self._span.runs)
+    def _buffers(self) -> dict[str, FlatBuffer]:
+        """By role. Taken when they are first needed: kernels do without them."""
+        grids = coalesce(self._span.grids)
         keys = {role: key for role, key in self._keys.items() if role != "directions"}
-        return {role: Mirror(runs, self._arena.take(key, self._span.numel)) for role, key in keys.items()}
+        return {role: FlatBuffer(grids, self._scratch.take(key, self._span.numel)) for role, key in keys.items()}
 
     @cached_property
     def _flat(self) -> Tensor:
-        return self._arena.take(self._keys["directions"], self._span.numel)
+        return self._scratch.take(self._keys["directions"], self._span.numel)
 
-    def read(self, grads: Mapping[int, Tensor], params: Mapping[int, Tensor], group: Mapping[str, Any]) -> Tensor:
+    def read(self, step: Step) -> Tensor:
         """The gradients as the mathematics sees them: flat, in the order of the span."""
-        coupled = "params" in self._mirrors and group["weight_decay_mode"] == "l2"
-        w = self._mirrors["params"].load({i: params[i] for i in self.members}) if coupled else None
-        flat = self._mirrors["grads"].load(grads)
-        if self._messages is not None and any(i not in grads for i in self.members):
-            self._mirrors["grads"].clear(grads)
-        return rules.prepare_gradient(flat, w, group)
+        settings, grads, buffers = step.settings[self.group], step.grads, self._buffers
+        w = buffers["params"].bind(step.stored.params) if settings.decay_mode == "l2" and "params" in buffers else None
+        flat = buffers["grads"].load(grads)
+        if self._messages is not None and not step.even:
+            buffers["grads"].clear(grads)
+        return prepare_gradient(flat, w, settings)
 
     def post(self, flat: Tensor) -> None:
         """Copy gradients into the messages that carry them away."""
@@ -200,39 +200,42 @@ class Chunk:
         assert self._messages is not None
         return self._messages[start : start + size]
 
-    def write(self, p: Tensor, stored: Stored, shares: averaging.Shares, group: Mapping[str, Any]) -> None:
-        """Apply directions to the parameters there are: decay, momentum or averaging, learning rate."""
-        w, m, exact = self._mirrors["params"], self._mirrors.get("kept"), self._mirrors.get("exact")
-        flat = w.load(stored.params, keep=True)
-        y = averaging.unrounded_(exact.load(stored.exact, keep=True), flat, self._dtype) if exact else flat
-        share = self._share(shares) if shares else None
-        rules.update_(y, p, m.load(stored.kept, keep=True) if m else None, group, share)
-        if exact:
-            flat.copy_(y)
-            exact.save()
-        if m:
-            m.save()
-        w.save()
-
-    def _share(self, shares: averaging.Shares) -> float | Tensor | None:
-        """A number if all parameters have the same, else one for every element; None if nothing is averaged."""
-        if self.members[0] not in shares:
-            return None
-        found = [shares[i] for i in self.members]
-        flat = self._mirrors["params"].flat
-        if tensors := [x for x in found if isinstance(x, Tensor)]:
-            values = torch.stack(tensors).to(flat.device)
-        elif found.count(found[0]) == len(found):
-            return found[0]
+    def write(self, p: Tensor, step: Step, only: Sequence[int] | None = None) -> None:
+        """Apply directions to the parameters, or to some of them: decay, momentum or averaging, learning rate."""
+        settings, rate, buffers = step.settings[self.group], step.rates[self.group], self._buffers
+        w, kept, exact = buffers["params"], buffers.get("kept"), buffers.get("exact")
+        flat = w.bind(step.stored.params)
+        other = kept.bind(step.stored.kept) if kept else None
+        if settings.averaging is None:
+            update_(flat, p, other, settings, rate)
         else:
-            values = from_host(found, flat, averaging.exact_dtype(flat.device))  # type: ignore[arg-type]
+            assert other is not None
+            y = averaging.unrounded_(exact.bind(step.stored.exact), flat, self._dtype) if exact else flat
+            averaging.average_(y, other, p, settings, rate, self._share(step.shares))
+            if exact:
+                flat.copy_(y)
+                exact.save(only)
+        if kept:
+            kept.save(only)
+        w.save(only)
+
+    def _share(self, shares: Mapping[int, Number]) -> Number:
+        """One number if all parameters have the same, else one for every element."""
+        found: list[Any] = [shares[i] for i in self.members]
+        flat = self._buffers["params"].flat
+        if any(isinstance(x, Tensor) for x in found):
+            values = torch.stack(found).to(flat.device)
+        elif found.count(found[0]) == len(found):
+            return found[0]  # type: ignore[no-any-return]
+        else:
+            values = from_host(found, flat, averaging.exact_dtype(flat.device))
         at, lengths = self._elements
         return torch.repeat_interleave(values[at], lengths, output_size=self._span.numel)
 
     @cached_property
     def _elements(self) -> tuple[Tensor, Tensor]:
-        """The member that every run is of, and how many elements it has."""
-        flat, runs = self._mirrors["params"].flat, self._span.runs
-        at = [self.members.index(run.key) for run in runs]
-        lengths = [math.prod(run.shape) for run in runs]
+        """The member that every grid is of, and how many elements it has."""
+        flat, grids = self._buffers["params"].flat, self._span.grids
+        at = [self.members.index(grid.key) for grid in grids]
+        lengths = [math.prod(grid.shape) for grid in grids]
         return from_host(at, flat, torch.int64), from_host(lengths, flat, torch.int64)

@@ -1,4 +1,4 @@
-"""Copies between tensors and flat buffers, as few as can be."""
+"""Strided views that join many pieces of a tensor, so that they are copied in one piece."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..planning.blocks import Shape
 
 
 @dataclass(frozen=True)
-class Run:
+class Grid:
     """Equal boxes of one tensor on a regular grid, which lie end to end in a flat buffer.
 
-    One run is one strided view of the tensor and one contiguous view of the buffer, so that a parameter cut into a
+    One grid is one strided view of the tensor and one contiguous view of the buffer, so that a parameter cut into a
     hundred blocks is still copied in one piece. ``key`` says which tensor: a parameter, or a bank's stack.
     """
 
@@ -32,8 +32,6 @@ class Run:
         return math.prod(self.counts) * math.prod(self.shape)
 
     def of_tensor(self, tensor: Tensor) -> Tensor:
-        if not self.counts and self.shape == tensor.shape:
-            return tensor
         strides = tensor.stride()
         offset = tensor.storage_offset() + _dot(self.start, strides)
         outer = tuple(_dot(step, strides) for step in self.steps)
@@ -43,39 +41,39 @@ class Run:
         return flat[self.offset : self.offset + self.numel].view(self.counts + self.shape)
 
 
-def coalesce(runs: Iterable[Run]) -> list[Run]:
-    """Join neighbouring runs that continue a regular grid, one axis of the grid at a time."""
-    runs = list(runs)
+def coalesce(grids: Iterable[Grid]) -> list[Grid]:
+    """Join neighbouring boxes and grids that make up a larger grid, one axis at a time."""
+    grids = list(grids)
     while True:
-        joined = _join(runs)
-        if len(joined) == len(runs):
+        joined = _join(grids)
+        if len(joined) == len(grids):
             return joined
-        runs = joined
+        grids = joined
 
 
-def _join(runs: Sequence[Run]) -> list[Run]:
-    out: list[Run] = []
-    first: Run | None = None  # the run that the grid at the end of `out` started from
-    for run in runs:
-        if first is not None and _continues(out[-1], first, run):
+def _join(grids: Sequence[Grid]) -> list[Grid]:
+    out: list[Grid] = []
+    first: Grid | None = None  # the grid that the grid at the end of `out` started from
+    for grid in grids:
+        if first is not None and _continues(out[-1], first, grid):
             head = out[-1]
             count = head.counts[0] if head is not first else 1
-            step = tuple(b - a for a, b in zip(first.start, run.start, strict=True)) if count == 1 else head.steps[0]
+            step = tuple(b - a for a, b in zip(first.start, grid.start, strict=True)) if count == 1 else head.steps[0]
             out[-1] = replace(first, counts=(count + 1, *first.counts), steps=(step, *first.steps))
         else:
-            first = run
-            out.append(run)
+            first = grid
+            out.append(grid)
     return out
 
 
-def _continues(head: Run, first: Run, run: Run) -> bool:
-    alike = (run.key, run.shape, run.counts, run.steps) == (first.key, first.shape, first.counts, first.steps)
-    if not alike or run.offset != head.offset + head.numel:
+def _continues(head: Grid, first: Grid, grid: Grid) -> bool:
+    alike = (grid.key, grid.shape, grid.counts, grid.steps) == (first.key, first.shape, first.counts, first.steps)
+    if not alike or grid.offset != head.offset + head.numel:
         return False
     if head is first:  # forwards in every dimension, for whatever the strides are: a view cannot go backwards
-        return all(a <= b for a, b in zip(first.start, run.start, strict=True))
+        return all(a <= b for a, b in zip(first.start, grid.start, strict=True))
     count = head.counts[0]
-    return all(b - a == count * s for a, b, s in zip(first.start, run.start, head.steps[0], strict=True))
+    return all(b - a == count * s for a, b, s in zip(first.start, grid.start, head.steps[0], strict=True))
 
 
 def _dot(a: Sequence[int], b: Sequence[int]) -> int:

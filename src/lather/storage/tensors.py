@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..planning.blocks import Axis, Layout
+from ..planning.layouts import Axis, Layout
 
 
 def check_parameter(param: Tensor, name: str) -> None:
@@ -50,34 +49,6 @@ def layout_of(param: Tensor, world: Sequence[int], name: str = "") -> tuple[tupl
         return tuple(world), Layout.everywhere(len(world))
     mesh = cast(Any, param).device_mesh
     return tuple(mesh.mesh.flatten().tolist()), _layout(param, name)
-
-
-def team_of(
-    ranks: Sequence[int], layout: Layout, trainers: int | None, rank: int, name: str
-) -> tuple[tuple[int, ...], Layout]:
-    """The ranks that share the work on a parameter with ``rank``, ascending, and its layout over them.
-
-    ``trainers`` ranks share it, and every other so many repeat it; by default all that store the parameter.
-    """
-    size = trainers or len(ranks)
-    inner = layout.team(size)
-    if len(ranks) % size:
-        raise ValueError(
-            f"num_trainers_per_group={size} does not divide the {len(ranks)} ranks that store parameter {name}; use a divisor, "
-            "or leave it out for all of them"
-        )
-    if inner is None:
-        raise ValueError(
-            f"num_trainers_per_group={size}, but groups of {size} of the {len(ranks)} ranks do not store the whole of parameter "
-            f"{name}; it must be a multiple of the {layout.places // layout.copies} ranks that it is sharded over, along the "
-            "last axes of its mesh"
-        )
-    if rank not in ranks:
-        raise ValueError(f"rank {rank} is not one of the ranks {list(ranks)} of the process group that was given")
-    first = ranks.index(rank) // size * size
-    members = ranks[first : first + size]
-    cells = tuple(sorted(range(size), key=members.__getitem__))
-    return tuple(sorted(members)), inner if cells == tuple(range(size)) else replace(inner, cells=cells)
 
 
 def groups_of(param: Tensor) -> list[Any]:

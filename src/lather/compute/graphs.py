@@ -1,0 +1,85 @@
+"""CUDA graphs of launches that are always the same, with branches for what is independent."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from .background import stream_of
+
+BRANCHES = 4  # of a graph, at most: libraries keep 32 MiB for every stream
+
+
+class Graphs:
+    """CUDA graphs by key. What is launched a second time under the same key is captured. Then and later it is replayed.
+
+    Captures use the same streams every time, because graphs share memory only if they were captured on the same stream.
+    """
+
+    MOST = 1024  # keys; beyond that, something changes on every step
+
+    def __init__(self) -> None:
+        self._seen: set[Hashable] = set()
+        self._graphs: dict[Hashable, Any] = {}
+        self._pool: Any = None
+        self._stream: Any = None
+        self._enabled = True
+
+    def run(self, key: Hashable, launch: Callable[[], None]) -> None:
+        if key not in self._graphs:
+            if key not in self._seen:
+                if len(self._seen) < self.MOST:
+                    self._seen.add(key)
+                launch()
+                return
+            if not self._enabled or torch.cuda.is_current_stream_capturing():
+                launch()
+                return
+            try:
+                self._graphs[key] = self._capture(launch)
+            except RuntimeError as error:  # nothing was launched yet
+                self._enabled = False
+                warnings.warn(f"CUDA graphs are not used, because a capture failed: {error}", stacklevel=2)
+                launch()
+                return
+        self._graphs[key].replay()
+
+    def _capture(self, launch: Callable[[], None]) -> Any:
+        """Not by ``torch.cuda.graph``, which collects garbage and empties the cache of memory first."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = stream_of(torch.device("cuda", torch.cuda.current_device()), 1)
+        graph, stream = torch.cuda.CUDAGraph(), self._stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                launch()
+            except BaseException:
+                with suppress(RuntimeError):  # the first error is the one that matters
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph
+
+
+def side_by_side(works: Sequence[Callable[[], object]]) -> None:
+    """Do independent things. While a graph is captured they become branches, which a device can run at the same time."""
+    if len(works) < 2 or not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+        for work in works:
+            work()
+        return
+    main = torch.cuda.current_stream()
+    streams = [stream_of(main.device, 2 + i) for i in range(min(BRANCHES, len(works)))]
+    for stream in streams:
+        stream.wait_stream(main)
+    for i, work in enumerate(works):
+        with torch.cuda.stream(streams[i % len(streams)]):
+            work()
+    for stream in streams:
+        main.wait_stream(stream)

@@ -1,0 +1,246 @@
+"""Refreshes: factors of one size are solved together, whatever block they belong to, in batches of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import roots
+from ..linalg import per_slot, positions, symmetrize
+from ..methods import Context, Kronecker, State
+from ..methods.shampoo import (
+    diagonal_of,
+    factor_correction,
+    factors_of,
+    index_of,
+    is_full,
+    modes_of,
+    refreshed,
+    ridge_of,
+    write,
+)
+from .background import Background
+from .graphs import side_by_side
+
+RESCUES = 4  # slots of a bank that may be sent to eigh in one step: on an accelerator each makes the host wait
+# Elements of factors that are refreshed at a time, which bounds the memory: a quarter of all, within these limits.
+SMALLEST, LARGEST = 1 << 23, 1 << 24
+
+
+@dataclass(frozen=True)
+class Due:
+    """Slots of a stack to be refreshed. ``failed [n]`` counts failures in a row; ``failing`` are slots known to have some."""
+
+    state: State
+    slots: Sequence[int]
+    ctx: Context
+    failed: Tensor
+    failing: Collection[int]
+
+
+def refresh(method: Kronecker, due: Sequence[Due], background: Background | None = None) -> None:
+    """Refresh everything that is due, and count failures in a row. With a ``background``, there.
+
+    A few of the slots that failed the last time are done by eigh. What is lost in the background has failed too.
+    """
+    hard = [[slot for slot in job.slots if slot in job.failing][:RESCUES] for job in due]
+    easy = [[slot for slot in job.slots if slot not in some] for job, some in zip(due, hard, strict=True)]
+    threaded, ends = bool(due[0].ctx.hyper.root_device), list[tuple[Tensor, set[int]]]()
+    for parts, exact in ((easy, False), (hard, True)):
+        jobs = [replace(job, slots=slots) for job, slots in zip(due, parts, strict=True) if slots]
+        counts, left = [job.failed for job in jobs], [set(job.slots) for job in jobs]
+        batches = (Batch(method, batch, exact) for batch in cut_into_batches(jobs))
+        if background is None:
+            for batch in batches:
+                _do(batch, counts, left)
+        else:
+            background.attempt(partial(_hand_over, batches, background, counts, left, threaded))
+            ends += zip(counts, left, strict=True)
+    if background is not None:
+        background.start(partial(_conclude, background, ends), [failed for failed, _ in ends], threaded)
+
+
+def _do(batch: Batch, counts: Sequence[Tensor], left: Sequence[set[int]]) -> None:
+    """Work off a batch. ``left`` are the slots of every job that are still to be done."""
+    for number, slots, ok in batch():
+        index, failed = positions(tuple(slots), ok.device), counts[number]
+        failed[index] = torch.where(ok, 0, failed[index] + 1)
+        left[number].difference_update(slots)
+
+
+def _hand_over(
+    batches: Iterator[Batch],
+    background: Background,
+    counts: Sequence[Tensor],
+    left: Sequence[set[int]],
+    threaded: bool,
+) -> None:
+    for batch in batches:
+        background.start(partial(_do, batch, counts, left), [*batch.reads, *counts], threaded)
+
+
+def _conclude(background: Background, ends: Sequence[tuple[Tensor, set[int]]]) -> None:
+    """Count the slots that are left as failed. If there are none, errors are a thing of the past."""
+    if not any(left for _, left in ends):
+        background.error = None
+    for failed, left in ends:
+        if left:
+            failed[positions(tuple(sorted(left)), failed.device)] += 1
+
+
+def is_capturable(method: Kronecker, due: Sequence[Due]) -> bool:
+    """Whether that refresh is the same operations every time, and the host never waits for their results."""
+    for job in due:
+        hyper, modes, device = job.ctx.hyper, modes_of(job.state), job.ctx.alive.device
+        if hyper.root_device or hyper.refresh_delay:
+            return False
+        full = any(is_full(job.state, i) for i in modes)
+        able = method.solver(hyper, device, len(modes)).is_capturable(device)
+        if full and method.exponent(hyper, len(modes)) and not able:
+            return False
+    return True
+
+
+def cut_into_batches(due: Sequence[Due]) -> Iterator[dict[int, Due]]:
+    """What is due, by its number, in batches of bounded size. A slot stays whole."""
+    sizes = [max(1, sum(refreshed(job.state, i)[0].numel() for i in modes_of(job.state))) for job in due]
+    everything = sum(size * len(job.ctx.alive) for size, job in zip(sizes, due, strict=True))
+    most = min(LARGEST, max(SMALLEST, everything // 4))
+    batch: dict[int, Due] = {}
+    room = most
+    for number, (size, job) in enumerate(zip(sizes, due, strict=True)):
+        slots = list(job.slots)
+        while slots:
+            fit = max(room // size, 0 if batch else 1)
+            if fit:
+                batch[number] = replace(job, slots=slots[:fit])
+                room -= size * len(slots[:fit])
+            slots = slots[fit:]
+            if slots:
+                yield batch
+                batch, room = {}, most
+    if batch:
+        yield batch
+
+
+class Batch:
+    """Some slots of some jobs. It has its own copy of everything it needs when it is made, so it can be done later, once.
+
+    A slot that is not alive is left out: it keeps what it has, and that is no failure.
+    """
+
+    def __init__(self, method: Kronecker, jobs: Mapping[int, Due], exact: bool) -> None:
+        self._method, self._jobs, self._exact = method, jobs, exact
+        self._indices = [index_of(job.slots, job.ctx.alive.device) for job in jobs.values()]
+        self._sides = [
+            [_Side(method, i, job, index) for i in modes_of(job.state)]
+            for job, index in zip(jobs.values(), self._indices, strict=True)
+        ]
+        self._alive = [job.ctx.alive[index] > 0 for job, index in zip(jobs.values(), self._indices, strict=True)]
+        touched = [tensor for job in jobs.values() for tensor in job.state.values()]
+        self.reads = [*(side.a for sides in self._sides for side in sides), *self._alive, *touched]
+
+    def __call__(self) -> list[tuple[int, Sequence[int], Tensor]]:
+        """The number of each job, its slots, and ``[len(slots)]``, False where that failed."""
+        together: dict[Any, list[_Side]] = {}
+        for side in (side for sides in self._sides for side in sides):
+            if side.e == 0:
+                side.fresh["X"] = _identity_like(side.a)
+            elif side.a.dim() == 2:
+                _diagonal_root(side)
+            else:
+                together.setdefault((side.a.shape[1:], side.e, side.hyper), []).append(side)
+        largest_first = sorted(together.values(), key=lambda sides: -sum(side.a.numel() for side in sides))
+        side_by_side([partial(_solve, self._method, sides, self._exact) for sides in largest_first])
+        return [
+            (number, job.slots, _put(self._method, job, index, alive, sides))
+            for (number, job), index, alive, sides in zip(
+                self._jobs.items(), self._indices, self._alive, self._sides, strict=True
+            )
+        ]
+
+
+class _Side:
+    """The factors of one mode of some slots, and what comes of them."""
+
+    def __init__(self, method: Kronecker, mode: int, job: Due, index: slice | Tensor) -> None:
+        self.mode, self.job, self.index, self.hyper = mode, job, index, job.ctx.hyper
+        self.order = len(modes_of(job.state))
+        self.e = method.exponent(self.hyper, self.order)
+        correction = factor_correction(job.ctx)
+        a = factors_of(job.state, mode, index).to(job.ctx.alive.dtype)
+        if isinstance(correction, Tensor):
+            correction = (correction[index] if correction.dim() else correction).to(a.dtype)
+        self.a = a / per_slot(correction, a)
+        self.fresh: State = {}
+        self.ok = torch.ones(len(a), dtype=torch.bool, device=a.device)
+        self.device = torch.device(self.hyper.root_device or a.device)  # where roots are computed
+
+    def warm(self, role: str) -> Tensor:
+        return self.job.state[f"{role}{self.mode}"][self.index].to(self.device, self.a.dtype)
+
+
+def _solve(method: Kronecker, sides: Sequence[_Side], exact: bool) -> None:
+    """What a refresh makes of factors of one size, from the warm start if the solver has one."""
+    e, hyper = sides[0].e, sides[0].hyper
+    solver = method.solver(hyper, sides[0].device, sides[0].order)
+    a = _joined([side.a.to(side.device) for side in sides])
+    a = a if solver.sees_what_is_not_finite(a, e) and not exact else symmetrize(a)
+    roles = solver.init(0, a.shape[-1], a.dtype, a.device)
+    warm = {role: _joined([side.warm(role) for side in sides]) for role in roles}
+    fresh, fine = method.solve(solver, a, e, hyper, warm, exact)
+    sizes = [len(side.a) for side in sides]
+    for role, value in fresh.items():
+        for side, part in zip(sides, torch.split(value, sizes), strict=True):
+            side.fresh[role] = part.to(side.a.device)
+    for side, ok in zip(sides, torch.split(fine, sizes), strict=True):
+        side.ok = ok.to(side.a.device)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _put(method: Kronecker, job: Due, index: slice | Tensor, alive: Tensor, sides: Sequence[_Side]) -> Tensor:
+    """Write what is new of the slots that are ok and alive. A block takes all its new roots, or bases, or none of them. Those
+    that are used later wait as ``Y``."""
+    state, ok = job.state, torch.ones_like(alive)
+    for side in sides:
+        ok = ok & side.ok & _survives(side.fresh, refreshed(state, side.mode).dtype)
+    new: dict[int, Tensor] = {}
+    for side in sides:
+        for role, value in side.fresh.items():
+            old = state[f"{role}{side.mode}"]
+            if old is refreshed(state, side.mode):
+                new[side.mode] = value
+            else:
+                write(old, index, value, ok & alive)
+    if job.ctx.hyper.refresh_delay:
+        for i, value in new.items():
+            write(state[f"Y{i}"], index, value, ok & alive, old=refreshed(state, i))
+    else:
+        method.put(state, index, new, ok & alive)
+    return ok | ~alive
+
+
+def _survives(fresh: State, kept: torch.dtype) -> Tensor | bool:
+    """Whether a root is finite and positive also in the dtype that it is kept in."""
+    if "X" not in fresh or fresh["X"].dtype == kept:
+        return True
+    rounded = fresh["X"].to(kept)
+    return rounded.isfinite().flatten(1).all(1) & (diagonal_of(rounded) > 0).all(1)
+
+
+def _identity_like(a: Tensor) -> Tensor:
+    return torch.ones_like(a) if a.dim() == 2 else torch.diag_embed(torch.ones_like(a[..., 0]))
+
+
+def _diagonal_root(side: _Side) -> None:
+    ridge = per_slot(ridge_of(side.a, side.hyper), side.a)
+    side.fresh["X"] = roots.power(side.a.double() + ridge, -side.e).to(side.a.dtype)
+    side.ok = side.fresh["X"].isfinite().all(1)

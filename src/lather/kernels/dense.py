@@ -1,0 +1,170 @@
+"""Triton kernels for roots: products of dense matrices in halves, and small Choleskys. Importing this needs Triton.
+
+Matrices in halves are stacks ``[n, 2, ld, ld]`` of high and low halves. ``ld`` is ``d`` rounded up to whole tiles, and
+everything outside the ``d`` rows and columns is zero. ``size`` is ``ld ld``, the distance between the two halves of a number.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common import LOW, column, from_halves, to_halves
+from .schema import CombineTerms
+
+FIRST_X = column(CombineTerms, "first_x")
+FIRST_IDENTITY = column(CombineTerms, "first_identity")
+SECOND_X = column(CombineTerms, "second_x")
+SECOND_Y = column(CombineTerms, "second_y")
+SECOND_IDENTITY = column(CombineTerms, "second_identity")
+
+
+@triton.jit
+def _store(at, value, size, mask):
+    high, low = to_halves(value)
+    tl.store(at, high, mask)
+    tl.store(at + size, low, mask)
+
+
+@triton.jit
+def _load(at, size, mask):
+    return from_halves(tl.load(at, mask, 0.0), tl.load(at + size, mask, 0.0))
+
+
+@triton.jit
+def split(x, scale, out, d, ld, size, BLOCK: tl.constexpr):
+    """One row of ``scale[n] x[n, d, d]`` into halves ``[n, 2, ld, ld]``, with zeros as padding."""
+    row, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + slot * d * d + row * d + columns, (columns < d) & (row < d), 0.0) * tl.load(scale + slot)
+    _store(out + slot * 2 * size + row * ld + columns, value, size, columns < ld)
+
+
+@triton.jit
+def join(x, scale, out, d, ld, size, BLOCK: tl.constexpr):
+    """One row of ``scale[n]`` times halves ``[n, 2, ld, ld]`` into ``out[n, d, d]``."""
+    row, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    value = _load(x + slot * 2 * size + row * ld + columns, size, columns < d)
+    tl.store(out + slot * d * d + row * d + columns, value * tl.load(scale + slot), columns < d)
+
+
+@triton.jit
+def squares(x, out, size, parts, BLOCK: tl.constexpr):
+    """``out[slot, part]``: the sum of squares over one of the ``parts`` of halves ``[n, 2, size]``."""
+    part, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    index = part * BLOCK + tl.arange(0, BLOCK)
+    value = _load(x + slot * 2 * size + index, size, index < size)
+    tl.store(out + slot * parts + part, tl.sum(value * value))
+
+
+@triton.jit
+def combine(x, y, terms, first, second, ld, size, n, BLOCK: tl.constexpr):
+    """One row of the matrices ``first`` and ``second`` that :class:`~lather.kernels.schema.CombineTerms` describes, in halves."""
+    row, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    at, inside, on = slot * 2 * size + row * ld + columns, columns < ld, columns == row
+    a, b = _load(x + at, size, inside), _load(y + at, size, inside)
+    terms += slot
+    value = tl.load(terms + FIRST_X * n) * a + tl.where(on, tl.load(terms + FIRST_IDENTITY * n), 0.0)
+    _store(first + at, value, size, inside)
+    value = tl.load(terms + SECOND_X * n) * a + tl.load(terms + SECOND_Y * n) * b
+    _store(second + at, value + tl.where(on, tl.load(terms + SECOND_IDENTITY * n), 0.0), size, inside)
+
+
+@triton.jit
+def _lower(tile):
+    """Row and column of a tile of a lower triangle whose tiles are counted row by row."""
+    i = ((tl.sqrt(8.0 * tile.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
+    i = tl.where((i + 1) * (i + 2) // 2 <= tile, i + 1, i)
+    i = tl.where(i * (i + 1) // 2 > tile, i - 1, i)
+    return i, tile - i * (i + 1) // 2
+
+
+@triton.jit
+def symmetric(
+    x, y, add, out, d, size, tiles, alpha, beta, diagonal, ADD: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr
+):
+    """``alpha x y + beta add + diagonal I`` for commuting symmetric stacks in halves ``[n, 2, d, d]``. ``d`` is a multiple of SIDE.
+
+    Only the tiles of the lower triangle are computed; the others are mirror images. Each takes three products of halves: the
+    product of the two low halves is smaller than the rounding of the others.
+    """
+    slot = (tl.program_id(0) // tiles).to(tl.int64) * 2 * size
+    ti, tj = _lower(tl.program_id(0) % tiles)
+    ri, rj = ti * SIDE + tl.arange(0, SIDE), tj * SIDE + tl.arange(0, SIDE)
+    k = tl.arange(0, DEPTH)
+    at_x = x + slot + ri[:, None] * d + k[None, :]
+    at_y = y + slot + rj[:, None] * d + k[None, :]
+    total = tl.zeros([SIDE, SIDE], tl.float32)
+    low = tl.zeros([SIDE, SIDE], tl.float32)
+    for _ in range(0, d, DEPTH):
+        xh, yh = tl.load(at_x), tl.load(at_y)
+        total = tl.dot(xh, yh.T, total)
+        low = tl.dot(xh, tl.load(at_y + size).T, low)
+        low = tl.dot(tl.load(at_x + size), yh.T, low)
+        at_x += DEPTH
+        at_y += DEPTH
+    value = alpha * (total + low / LOW)
+    if ti == tj:
+        value = (value + value.T) / 2
+    at = ri[:, None] * d + rj[None, :]
+    if ADD:
+        value += beta * from_halves(tl.load(add + slot + at), tl.load(add + slot + size + at))
+    value += tl.where(ri[:, None] == rj[None, :], diagonal, 0.0)
+    high, rest = to_halves(value)
+    tl.store(out + slot + at, high)
+    tl.store(out + slot + size + at, rest)
+    if ti != tj:
+        mirror = rj[:, None] * d + ri[None, :]
+        tl.store(out + slot + mirror, high.T)
+        tl.store(out + slot + size + mirror, rest.T)
+
+
+@triton.jit
+def cholesky(a, factors, pivots, size, d, width, TILE: tl.constexpr):
+    """For ``a = L L^T``: ``L^T`` and ``L^{-1}`` into ``factors [n, 2, TILE, TILE]``, and the squares of the diagonal of ``L`` into
+    ``pivots``. If a pivot is not positive, the factors contain NaN.
+
+    ``a`` is the first ``width`` rows and columns of matrices that lie ``size`` elements apart and have rows of ``d`` elements.
+
+    Elimination gives ``a = U^T D U``. On and above the diagonal, ``x`` becomes ``D U``. Below it, elimination clears ``x``, so
+    ``U^{-T}`` is stored there: its rows are the same combinations of rows of the identity. Only the upper triangle of ``a``
+    is read. Rounding makes ``x`` unsymmetric, and with factors from below the diagonal this would be an elimination without
+    pivoting of an unsymmetric matrix, which is unstable.
+    """
+    slot = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, TILE)
+    r, c = index[:, None], index[None, :]
+    one = tl.where(r == c, 1.0, 0.0)
+    x = tl.load(a + slot * size + r * d + c, (r < width) & (c < width), one)
+    for k in range(0, width):
+        row = tl.sum(tl.where(r == k, x, 0.0), 0)
+        factor = row[:, None] * (1 / tl.sum(tl.where(index == k, row, 0.0)))
+        x = tl.where(r > k, tl.where(c == k, -factor, x - factor * row[None, :]), x)
+    found = tl.sum(tl.where(r == c, x, 0.0), 1)
+    tl.store(pivots + slot * d + index, found, index < width)
+    scale, at = tl.sqrt_rn(found)[:, None], factors + (slot * 2 * TILE + r) * TILE + c
+    tl.store(at, tl.where(r <= c, x, 0.0) / scale)
+    tl.store(at + TILE * TILE, tl.where(r > c, x, one) / scale)
+
+
+@triton.jit
+def substitute(y, factors, out, size, d, rows, width, TILE: tl.constexpr, ROWS: tl.constexpr):
+    """``out = y L^{-T}`` for matrices ``[n, rows, width]`` that lie ``size`` elements apart and have rows of ``d`` elements. The
+    factors are those of :func:`cholesky`.
+
+    A product with an inverse leaves a residual proportional to the condition of ``L``. That can be more than a Schur complement
+    survives. A second product, with the residual, reduces it to rounding.
+    """
+    slot = tl.program_id(0).to(tl.int64)
+    r, c = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
+    upper = tl.load(factors + (slot * 2 * TILE + r) * TILE + c)
+    inverse = tl.load(factors + ((slot * 2 + 1) * TILE + c) * TILE + r)  # transposed
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    at, inside = slot * size + row.to(tl.int64) * d + c, (row < rows) & (c < width)
+    value = tl.load(y + at, inside, 0.0)
+    q = tl.dot(value, inverse, input_precision="ieee")
+    q = tl.dot(value - tl.dot(q, upper, input_precision="ieee"), inverse, q, input_precision="ieee")
+    tl.store(out + at, q, inside)

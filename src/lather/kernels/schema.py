@@ -1,0 +1,157 @@
+"""The names of all columns and numbers that kernels look up. Each name is written here and nowhere else.
+
+Kernels find their data through tables on the device. Each class below describes one table: a field's position in the
+class is its position in the table. The host fills tables by field name, and kernels ask :func:`position` for a field's
+column, so the order of fields can change without changing anything else.
+
+Addresses are in bytes, and 0 means that there is nothing. All other integers count elements.
+
+*Halves* are matrices in 16-bit numbers that tensor cores can multiply: each float32 number is the sum of a high half and
+a scaled low half. A block ``[rows, columns, third]`` is stored in halves as ``[rows, third, columns]``. Matrices have a third
+mode of one element. Rows and columns are padded with zeros to whole tiles of a product.
+
+This file imports neither Triton nor torch.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+
+def position(table: type[NamedTuple], name: str) -> int:
+    """The column of a table, or the row of a table that has one row per field.
+
+    >>> position(ThinFactor, "num_chunks")
+    2
+    """
+    return table._fields.index(name)
+
+
+class Alignment(IntEnum):
+    """How a block lies in the tensor that holds it. Kernels are compiled for each of these."""
+
+    SCATTERED = 0  # in any way
+    ROWS = 1  # in rows that consist of whole vectors of eight elements
+    CONTIGUOUS = 2  # in one piece that consists of whole vectors
+
+
+# Tables with one row per item: int64 [items, fields].
+
+
+class Tile(NamedTuple):
+    """A piece of a block. Elementwise kernels run one program per tile.
+
+    The *window* of a block is where it lies in its tensor: a box of three dimensions (outer, middle, inner) with strides.
+    """
+
+    slot: int  # of the block, counted over all slices that share the table
+    tensor: int  # index of the tensor that holds the block, see TensorAddresses
+    start: int  # first element of the tile, counted from the start of its block
+    numel: int  # of the whole block
+    window_offset: int  # from the start of the tensor to the first element of the block
+    middle_size: int
+    inner_size: int
+    outer_stride: int
+    middle_stride: int
+    inner_stride: int
+    flat_offset: int  # from the start of a flat buffer to the first element of the block
+    filter_address: int  # of the block's filtered gradient (float32)
+    moment_address: int  # of the second moment of the block's graft (float32)
+    half_address: int  # of the block's gradient in halves, if kernels update its factors
+    columns: int  # of the block in halves, without padding
+    padded_columns: int  # of the block in halves, with padding
+    third_size: int  # of the block in halves
+
+
+class FactorJob(NamedTuple):
+    """A tile of the lower triangle of a factor ``L``, which takes in ``G G^T`` or ``G^T G``."""
+
+    slot: int
+    half_address: int  # of G
+    row_stride: int  # elements between two rows of G
+    depth: int  # elements to sum over, a multiple of the kernel's DEPTH
+    factor_address: int  # of L (float32)
+    side: int  # rows of L
+    tile_row: int  # counted in tiles
+    tile_column: int
+
+
+class ThinChunk(NamedTuple):
+    """Some rows of a block ``[rows, third, columns]`` in halves, whose products add up to the factor of its third mode."""
+
+    half_address: int  # of the first row
+    num_rows: int
+    third_size: int
+    padded_columns: int  # a multiple of the kernel's DEPTH
+
+
+class ThinFactor(NamedTuple):
+    """The factor of a third mode, which takes in the sums of its chunks."""
+
+    slot: int
+    first_chunk: int
+    num_chunks: int
+    factor_address: int  # of L (float32)
+    side: int  # rows of L
+
+
+# Tables with one row per field. A field is a row: a list or tensor with one entry per slot, or per tensor.
+
+
+class SlotTable(NamedTuple):
+    """int64 [fields, slots]: the tiles of every slot, and its root."""
+
+    first_tile: Any  # number of its first tile; the others follow
+    num_tiles: Any
+    root_address: Any  # of the first element of its first root, which is positive once the root has been computed
+
+
+class Corrections(NamedTuple):
+    """float32 [fields, slots]: bias corrections of slots that are not all at the same step. Averages are divided by them."""
+
+    filter: Any
+    moment: Any
+    factors: Any  # read by torch, not by kernels
+
+
+class TensorAddresses(NamedTuple):
+    """int64 [fields, tensors]: where the tensors start that hold the blocks.
+
+    Gradients come first: their addresses may change in every step, and are then copied without the others.
+    """
+
+    gradients: Any
+    parameters: Any
+    momenta: Any
+
+
+class CombineTerms(NamedTuple):
+    """float32 [fields, slots]: ``first = first_x X + first_identity I`` and ``second = second_x X + second_y Y +
+    second_identity I``."""
+
+    first_x: Any
+    first_identity: Any
+    second_x: Any
+    second_y: Any
+    second_identity: Any
+
+
+class Numbers(NamedTuple):
+    """float64 [fields]: numbers of a step, which may change without a new kernel or CUDA graph."""
+
+    gradient_sign: float  # -1 to maximize, otherwise 1
+    coupled_decay: float  # L2: weights times this are added to gradients
+    filter_take: float  # m <- m + filter_take (g - m)
+    moment_keep: float  # v <- moment_keep v + moment_take g^2
+    moment_take: float
+    filter_correction: float  # as in Corrections, where all slots are at the same step
+    moment_correction: float
+    graft_eps: float
+    factor_keep: float  # L <- factor_keep L + factor_take G G^T
+    factor_take: float
+    lr: Any  # a float, or a tensor that is on the device already
+    decay: Any  # as lr; weights times this are added to directions
+    momentum_keep: float  # b <- momentum_keep b + momentum_take p
+    momentum_take: float
+    factor_correction: float  # read by torch, not by kernels

@@ -1,0 +1,316 @@
+"""Settings: one param group's options, checked and resolved. Nothing below looks options up by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from .methods import GRAFTS, METHODS, Graft, Hyper, Method
+from .options import DEFAULT, OPTIONS, READERS, STRUCTURAL
+
+Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How parameters are cut into blocks."""
+
+    max_preconditioner_dim: float
+    merge_dims: bool
+    large_dim: str
+    batch_dims: int
+    precondition_1d: bool
+    split: int | tuple[int, ...] | None
+    split_dim: int
+    local: bool  # cut each shard apart, instead of the whole parameter
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """``kind`` is ``"schedule_free"`` or ``"gpa"``; the numbers are those of :mod:`lather.storage.averaging`."""
+
+    kind: str
+    beta: float
+    decay: float
+    powers: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a param group's options mean, as of this step. The learning rate is not here: it is read on every step."""
+
+    method: Method | None
+    graft: Graft  # of preconditioned blocks
+    grafted: bool  # whether the graft sets the length of preconditioned directions
+    elementwise: str  # the name of the graft of all other blocks
+    hyper: Hyper
+    geometry: Geometry
+    averaging: Averaging | None
+    frequency: int
+    warmup: float
+    start: float | None  # the first preconditioned step, where the user set one
+    first_refresh: float
+    staggered: bool
+    weight_decay: float
+    decay_mode: str
+    momentum: float
+    dampening: float
+    nesterov: bool
+    maximize: bool
+    raise_on_nonfinite: bool
+    max_failed_refreshes: int
+    precision: str | None  # how torch is to multiply in a step; None: as the user has set it
+    wire_dtype: str  # what directions travel as
+    rounds: bool  # whether that changes them
+    given: Mapping[str, Any] = field(compare=False, repr=False)  # the options that this was made from
+
+    def graft_of(self, kind: str) -> Graft:
+        """The elementwise method of blocks of a kind: ``"kronecker"``, ``"graft"`` or ``"adagrad"``."""
+        if kind == "kronecker":
+            return self.graft
+        return GRAFTS["adagrad" if kind == "adagrad" else self.elementwise]
+
+    def method_of(self, kind: str) -> Method | None:
+        return self.method if kind == "kronecker" else None
+
+    @cached_property
+    def structure(self) -> tuple[Any, ...]:
+        """The options that may not change once training has begun."""
+        return tuple(self.given[name] for name in STRUCTURAL)
+
+    @cached_property
+    def signature(self) -> tuple[Any, ...]:
+        """Everything that plan, banks, buffers and units depend on."""
+        hyper = self.hyper
+        there = hyper.beta1 > 0, self.momentum > 0, hyper.refresh_delay > 0, hyper.beta3 == hyper.beta1
+        how = self.decay_mode == "l2", self.raise_on_nonfinite, self.wire_dtype
+        return (*there, *how, *self.structure, hyper.root, hyper.exponent, hyper.exponent_multiplier)
+
+
+def resolve(group: dict[str, Any], last: Settings | None = None) -> Settings:
+    """The settings of a param group; ``last`` again if nothing has changed since.
+
+    Options are validated, and normalised in place. Raises ``ValueError`` for the first that is wrong.
+    """
+    lr = group["lr"]
+    if not (type(lr) is float and 0 <= lr < math.inf) and not (isinstance(lr, torch.Tensor) and lr.is_cuda):
+        group["lr"] = OPTIONS["lr"].check("lr", lr)
+    if last is not None and all(group[name] is value for name, value in last.given.items()):
+        return last
+    before = last.given if last is not None else {}
+    for name, option in OPTIONS.items():
+        if name not in before or group[name] is not before[name]:
+            group[name] = option.check(name, group[name])
+    method = METHODS.get(group["preconditioner"])
+    if group["eps"] is None:
+        group["eps"] = (method or METHODS[DEFAULT]).default_eps
+    if method is None and group["graft"] is None:
+        group["graft"] = "adam"
+    _refuse_pairs(group)
+    found = _settings(group, method)
+    if method is not None:
+        method.check(found.hyper)
+    return found
+
+
+def _refuse_pairs(group: Group) -> None:
+    """Refuse options that contradict each other."""
+    delay, warmup, frequency = group["refresh_delay"], group["refresh_warmup"], group["precondition_frequency"]
+    if not delay < frequency:
+        raise ValueError(
+            f"refresh_delay={delay} must be less than precondition_frequency={frequency}: roots would be computed anew before "
+            "they are used; lower the delay or raise the frequency"
+        )
+    if delay and warmup:
+        raise ValueError(
+            f"refresh_warmup={warmup} does not go with refresh_delay={delay}: roots would be computed anew before they are used; "
+            "set one of them to 0"
+        )
+    if group["averaging"] is not None and group["momentum"] > 0:
+        raise ValueError(
+            f"momentum={group['momentum']!r} does not go with averaging={group['averaging']!r}, which replaces momentum; set "
+            "momentum=0 (docs/algorithm.md says which averaging is the same), or averaging=None"
+        )
+
+
+def _settings(group: Group, method: Method | None) -> Settings:
+    hyper, start = _hyper(group), group["start_preconditioning_step"]
+    frequency, warmup = group["precondition_frequency"], group["refresh_warmup"]
+    period = 1 if warmup else frequency
+    usual = method.first_step(period, warmup) if method else period
+    wire = group["communication_dtype"] or dtype_text(hyper.compute_dtype)
+    return Settings(
+        method=method,
+        graft=GRAFTS[group["graft"]],
+        grafted=group["graft"] is not None,
+        elementwise=elementwise_graft(group) or "sgd",
+        hyper=hyper,
+        geometry=_geometry(group),
+        averaging=_averaging(group),
+        frequency=frequency,
+        warmup=warmup,
+        start=start,
+        first_refresh=float(usual if start is None else start),
+        staggered=group["refresh"] == "staggered",
+        weight_decay=group["weight_decay"],
+        decay_mode=group["weight_decay_mode"],
+        momentum=group["momentum"],
+        dampening=group["dampening"],
+        nesterov=group["nesterov"],
+        maximize=group["maximize"],
+        raise_on_nonfinite=group["on_nonfinite"] == "raise",
+        max_failed_refreshes=group["max_failed_refreshes"],
+        precision={"float32": "ieee", "fast": "tf32"}.get(group["precision"]),
+        wire_dtype=wire,
+        rounds=wire != dtype_text(hyper.compute_dtype),
+        given={name: group[name] for name in OPTIONS if name != "lr"},
+    )
+
+
+def _hyper(group: Group) -> Hyper:
+    (beta1, beta2), beta3, graft_beta2 = group["betas"], group["beta3"], group["graft_beta2"]
+    state_dtype: torch.dtype = getattr(torch, group["state_dtype"])
+    return Hyper(
+        beta1=beta1,
+        beta2=beta2,
+        beta3=beta1 if beta3 is None else beta3,
+        bias_correction=group["bias_correction"],
+        eps=group["eps"],
+        relative_damping=group["damping"] == "relative",
+        exponent=group["exponent"],
+        exponent_multiplier=group["exponent_multiplier"],
+        root=group["root"],
+        root_device=group["root_device"],
+        refresh_delay=group["refresh_delay"],
+        packed=group["factors"] == "packed",
+        state_dtype=state_dtype,
+        root_dtype=getattr(torch, group["root_dtype"] or group["state_dtype"]),
+        compute_dtype=torch.promote_types(state_dtype, torch.float32),
+        polar=group["polar"],
+        polar_scale=group["polar_scale"],
+        graft_beta2=float(graft_beta2 if graft_beta2 is not None else 0.999 if beta2 == 1 else beta2),
+        graft_eps=group["graft_eps"],
+    )
+
+
+def _geometry(group: Group) -> Geometry:
+    same = ("max_preconditioner_dim", "merge_dims", "large_dim", "batch_dims", "precondition_1d", "split", "split_dim")
+    return Geometry(**{name: group[name] for name in same}, local=group["blocks"] == "local")
+
+
+def _averaging(group: Group) -> Averaging | None:
+    kind, beta, decay = group["averaging"], group["averaging_beta"], group["averaging_decay"]
+    if kind is None:
+        return None
+    usual = 0.7 if kind == "gpa" else 0.9
+    return Averaging(
+        kind,
+        float(usual if beta is None else beta),
+        float(0.9967 if decay is None else decay),
+        group["averaging_powers"],
+    )
+
+
+def elementwise_graft(group: Group) -> str | None:
+    """The graft of parameters that are not preconditioned: the group's or, if it has none, what its method names for them."""
+    method = METHODS.get(group["preconditioner"])
+    return method.elementwise if method and group["graft"] is None else group["graft"]
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# Options without effect.
+
+
+def check_options(group: dict[str, Any], own: Collection[str] = (), defaults: Group | None = None) -> Settings:
+    """The settings of a param group that a user wrote: its ``own`` options, and for the rest the ``defaults``.
+
+    An option that has no effect raises an error, unless it is a default that has an effect for other groups.
+    """
+    found = resolve(group)
+    idle = _without_effect(group)
+    if idle and defaults is not None:
+        usual = dict(defaults)
+        resolve(usual)
+        idle = {name: why for name, why in idle.items() if name in own or name in _without_effect(usual)}
+    for name, why in idle.items():
+        raise ValueError(f"{name}={group[name]!r} has no effect {why}; remove it or change the other option")
+    return found
+
+
+def _without_effect(group: Group) -> dict[str, str]:
+    """Options that do nothing with the others as they are, and why."""
+    changed = {name for name, option in OPTIONS.items() if name != "lr" and group[name] != option.default}
+    averaging, never = group["averaging"], group["start_preconditioning_step"] == math.inf
+    rows = [
+        ("beta3", group["betas"][0] == 0, "without betas[0] > 0"),
+        ("dampening", group["momentum"] == 0, "without momentum > 0"),
+        ("nesterov", group["momentum"] == 0, "without momentum > 0"),
+        ("averaging_beta", averaging is None, "without averaging"),
+        ("averaging_decay", averaging != "gpa", f"with averaging={averaging!r}; only 'gpa' uses it"),
+        (
+            "averaging_powers",
+            averaging != "schedule_free",
+            f"with averaging={averaging!r}; only 'schedule_free' uses it",
+        ),
+        ("refresh_delay", never, "with start_preconditioning_step=inf; nothing is ever refreshed"),
+        ("refresh_warmup", never, "with start_preconditioning_step=inf; nothing is ever refreshed"),
+        ("split_dim", group["split"] is None, "without split"),
+        (
+            "exponent_multiplier",
+            isinstance(group["exponent"], (int, float)),
+            "with exponent, which replaces the default that it multiplies",
+        ),
+        (
+            "root_dtype",
+            group["root_dtype"] == "float64" and group["state_dtype"] != "float64",
+            f"with state_dtype={group['state_dtype']!r}: roots are computed in float32",
+        ),
+        *((name, useless, why) for name, (useless, why) in _graft_options(group).items()),
+    ]
+    found = {name: why for name, useless, why in rows if useless and name in changed}
+    return found | {name: why for name, why in _method_options(group, changed).items() if name not in found}
+
+
+def _graft_options(group: Group) -> dict[str, tuple[bool, str]]:
+    graft = GRAFTS[elementwise_graft(group)]
+    users = [name for name, other in GRAFTS.items() if name and "graft_beta2" in other.reads]
+    return {
+        "graft_beta2": (
+            "graft_beta2" not in graft.reads,
+            f"with graft={group['graft']!r}; only {' and '.join(map(repr, users))} use it",
+        ),
+        "graft_eps": (
+            "graft_eps" not in graft.reads and group["large_dim"] != "adagrad",
+            f"with graft={group['graft']!r}; it has no denominator",
+        ),
+    }
+
+
+def _method_options(group: Group, changed: Collection[str]) -> dict[str, str]:
+    """Options that only other methods read."""
+    method = METHODS.get(group["preconditioner"])
+    if method is None:
+        return {}
+    found = {}
+    for name, readers in READERS.items():
+        if name in changed and name not in method.reads:
+            found[name] = f"with preconditioner={method.name!r}; only {', '.join(map(repr, readers))} use it"
+    return found | method.idle(group)
+
+
+def idle_on(device: str, group: Group) -> list[str]:
+    """Options that do nothing for parameters on a device, in words. They raise no error, so that a script runs anywhere."""
+    kind, notes = torch.device(device).type, []
+    if group["root_device"] == kind:
+        notes.append(f"root_device={kind!r} has no effect on {kind}: roots are computed there anyway")
+    if (group["precision"] == "fast" and kind != "cuda") or (group["precision"] and kind not in ("cuda", "cpu")):
+        notes.append(f"precision={group['precision']!r} has no effect on {kind}: products are as torch is set")
+    return notes
