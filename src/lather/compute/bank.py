@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..methods import FILTER_SUMS, Stack, State, init_filter
+from ..methods import FILTER_SUMS, Kronecker, Stack, State, init_filter
 from ..planning.blocks import Block
 from ..planning.plan import BankKey, Plan
 from ..settings import Settings
@@ -32,9 +32,20 @@ class Bank:
         self.failing: frozenset[int] = frozenset()  # slots whose last refresh failed, as far as the host knows
         self.counts = torch.zeros(2, len(blocks), dtype=torch.int32, device=self.stack.device)
         self.skipped, self.failed = self.counts.unbind()
-        transforms = (settings.method_of(key.kind), settings.graft_of(key.kind))
+        method = settings.method_of(key.kind)
+        self.exponent, self.solver = 0.0, None
+        if isinstance(method, Kronecker):
+            self.exponent = method.exponent(settings.hyper, len(key.shape))
+            self.solver = method.solver(settings.hyper, self.stack.device, len(key.shape))
+        transforms = (method, settings.graft_of(key.kind))
         self.sums = FILTER_SUMS + "".join(each.sums for each in transforms if each)  # roles that take in gradients
         self.background = Background(self.stack.device)  # where refreshes go that are not needed at once
+
+    def moved_to(self, other: Bank) -> Bank:
+        """The same memory, with the place in the plan and the options of another bank of the same blocks."""
+        self.key, self.numbers, self.blocks = other.key, other.numbers, other.blocks
+        self.exponent, self.solver = other.exponent, other.solver
+        return self
 
     def views(self) -> Iterator[tuple[Block, str, Tensor]]:
         """Every block's share of the state: what is checkpointed."""

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.schema import Corrections, Numbers, TensorAddresses, position
-from ..linalg import from_host
+from ..linalg import are_products_exact, from_host
 from ..methods import Context, Kronecker, filter_correction
 from ..methods.shampoo import factor_correction
 from ..planning.schedule import started_slots
-from ..roots import are_products_exact, stages
+from ..roots import stages
 from ..settings import Settings
 from ..storage.buffers import Scratch
 from ..storage.step import Step, Stored
@@ -143,10 +143,12 @@ class KernelExecutor(Executor[Seen]):
             if seen.variant.uniform:
                 ctx = replace(ctx, bc2=self._buffers.bc2)
             failing = [slot - piece.start for slot in piece.bank.failing if piece.start <= slot < piece.stop]
-            jobs.append(Due(piece.state, slots, ctx, piece.bank.failed[piece.start : piece.stop], failing))
-            piece.bank.begun = True
+            bank, failed = piece.bank, piece.bank.failed[piece.start : piece.stop]
+            assert bank.solver
+            jobs.append(Due(piece.state, slots, ctx, failed, failing, bank.exponent, bank.solver))
+            bank.begun = True
         same = seen.variant.uniform and not any(job.failing for job in jobs)
-        if same and is_capturable(method, jobs):
+        if same and is_capturable(jobs):
             hyper = job.settings.hyper  # other options that matter here make a new executor
             key = "refresh", tuple((i, tuple(slots)) for i, slots in due), hyper.eps, hyper.relative_damping
             self._replay(key, partial(refresh, method, jobs))

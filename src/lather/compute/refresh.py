@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import roots
-from ..linalg import per_slot, positions, symmetrize
+from ..linalg import per_slot, positions, power, symmetrize
 from ..methods import Context, Kronecker, State
 from ..methods.shampoo import (
     diagonal_of,
@@ -41,6 +41,8 @@ class Due:
     ctx: Context
     failed: Tensor
     failing: Collection[int]
+    exponent: float
+    solver: roots.RootSolver
 
 
 def refresh(method: Kronecker, due: Sequence[Due], background: Background | None = None) -> None:
@@ -54,7 +56,9 @@ def refresh(method: Kronecker, due: Sequence[Due], background: Background | None
     for parts, exact in ((easy, False), (hard, True)):
         jobs = [replace(job, slots=slots) for job, slots in zip(due, parts, strict=True) if slots]
         counts, left = [job.failed for job in jobs], [set(job.slots) for job in jobs]
-        batches = (Batch(method, batch, exact) for batch in cut_into_batches(jobs))
+        batches = (
+            Batch(method, batch, exact) for batch in cut_into_batches(jobs)
+        )  # made one at a time, for their memory
         if background is None:
             for batch in batches:
                 _do(batch, counts, left)
@@ -74,7 +78,7 @@ def _do(batch: Batch, counts: Sequence[Tensor], left: Sequence[set[int]]) -> Non
 
 
 def _hand_over(
-    batches: Iterator[Batch],
+    batches: Iterable[Batch],
     background: Background,
     counts: Sequence[Tensor],
     left: Sequence[set[int]],
@@ -93,39 +97,35 @@ def _conclude(background: Background, ends: Sequence[tuple[Tensor, set[int]]]) -
             failed[positions(tuple(sorted(left)), failed.device)] += 1
 
 
-def is_capturable(method: Kronecker, due: Sequence[Due]) -> bool:
+def is_capturable(due: Sequence[Due]) -> bool:
     """Whether that refresh is the same operations every time, and the host never waits for their results."""
     for job in due:
-        hyper, modes, device = job.ctx.hyper, modes_of(job.state), job.ctx.alive.device
-        if hyper.root_device or hyper.refresh_delay:
+        if job.ctx.hyper.root_device or job.ctx.hyper.refresh_delay:
             return False
-        full = any(is_full(job.state, i) for i in modes)
-        able = method.solver(hyper, device, len(modes)).is_capturable(device)
-        if full and method.exponent(hyper, len(modes)) and not able:
+        full = any(is_full(job.state, i) for i in modes_of(job.state))
+        if full and job.exponent and not job.solver.is_capturable(job.ctx.alive.device):
             return False
     return True
 
 
-def cut_into_batches(due: Sequence[Due]) -> Iterator[dict[int, Due]]:
+def cut_into_batches(due: Sequence[Due]) -> list[dict[int, Due]]:
     """What is due, by its number, in batches of bounded size. A slot stays whole."""
     sizes = [max(1, sum(refreshed(job.state, i)[0].numel() for i in modes_of(job.state))) for job in due]
     everything = sum(size * len(job.ctx.alive) for size, job in zip(sizes, due, strict=True))
-    most = min(LARGEST, max(SMALLEST, everything // 4))
-    batch: dict[int, Due] = {}
-    room = most
+    room = most = min(LARGEST, max(SMALLEST, everything // 4))
+    batches: list[dict[int, Due]] = [{}]
     for number, (size, job) in enumerate(zip(sizes, due, strict=True)):
         slots = list(job.slots)
         while slots:
-            fit = max(room // size, 0 if batch else 1)
+            fit = max(room // size, 0 if batches[-1] else 1)
             if fit:
-                batch[number] = replace(job, slots=slots[:fit])
+                batches[-1][number] = replace(job, slots=slots[:fit])
                 room -= size * len(slots[:fit])
             slots = slots[fit:]
             if slots:
-                yield batch
-                batch, room = {}, most
-    if batch:
-        yield batch
+                batches.append({})
+                room = most
+    return batches if batches[-1] else []
 
 
 class Batch:
@@ -138,7 +138,7 @@ class Batch:
         self._method, self._jobs, self._exact = method, jobs, exact
         self._indices = [index_of(job.slots, job.ctx.alive.device) for job in jobs.values()]
         self._sides = [
-            [_Side(method, i, job, index) for i in modes_of(job.state)]
+            [_Side(i, job, index) for i in modes_of(job.state)]
             for job, index in zip(jobs.values(), self._indices, strict=True)
         ]
         self._alive = [job.ctx.alive[index] > 0 for job, index in zip(jobs.values(), self._indices, strict=True)]
@@ -168,12 +168,11 @@ class Batch:
 class _Side:
     """The factors of one mode of some slots, and what comes of them."""
 
-    def __init__(self, method: Kronecker, mode: int, job: Due, index: slice | Tensor) -> None:
-        self.mode, self.job, self.index, self.hyper = mode, job, index, job.ctx.hyper
-        self.order = len(modes_of(job.state))
-        self.e = method.exponent(self.hyper, self.order)
+    def __init__(self, mode: int, job: Due, index: slice | Tensor) -> None:
+        self.mode, self.job, self.index, self.hyper, self.e = mode, job, index, job.ctx.hyper, job.exponent
+        self.target = refreshed(job.state, mode)  # what this is a refresh of
         correction = factor_correction(job.ctx)
-        a = factors_of(job.state, mode, index).to(job.ctx.alive.dtype)
+        a = factors_of(job.state, mode, index, self.target).to(job.ctx.alive.dtype)
         if isinstance(correction, Tensor):
             correction = (correction[index] if correction.dim() else correction).to(a.dtype)
         self.a = a / per_slot(correction, a)
@@ -187,13 +186,12 @@ class _Side:
 
 def _solve(method: Kronecker, sides: Sequence[_Side], exact: bool) -> None:
     """What a refresh makes of factors of one size, from the warm start if the solver has one."""
-    e, hyper = sides[0].e, sides[0].hyper
-    solver = method.solver(hyper, sides[0].device, sides[0].order)
+    e, solver = sides[0].e, sides[0].job.solver
     a = _joined([side.a.to(side.device) for side in sides])
     a = a if solver.sees_what_is_not_finite(a, e) and not exact else symmetrize(a)
     roles = solver.init(0, a.shape[-1], a.dtype, a.device)
     warm = {role: _joined([side.warm(role) for side in sides]) for role in roles}
-    fresh, fine = method.solve(solver, a, e, hyper, warm, exact)
+    fresh, fine = method.solve(solver, a, e, sides[0].hyper, warm, exact)
     sizes = [len(side.a) for side in sides]
     for role, value in fresh.items():
         for side, part in zip(sides, torch.split(value, sizes), strict=True):
@@ -211,18 +209,18 @@ def _put(method: Kronecker, job: Due, index: slice | Tensor, alive: Tensor, side
     that are used later wait as ``Y``."""
     state, ok = job.state, torch.ones_like(alive)
     for side in sides:
-        ok = ok & side.ok & _survives(side.fresh, refreshed(state, side.mode).dtype)
+        ok = ok & side.ok & _survives(side.fresh, side.target.dtype)
     new: dict[int, Tensor] = {}
     for side in sides:
         for role, value in side.fresh.items():
             old = state[f"{role}{side.mode}"]
-            if old is refreshed(state, side.mode):
+            if old is side.target:
                 new[side.mode] = value
             else:
                 write(old, index, value, ok & alive)
     if job.ctx.hyper.refresh_delay:
-        for i, value in new.items():
-            write(state[f"Y{i}"], index, value, ok & alive, old=refreshed(state, i))
+        for side in sides:
+            write(state[f"Y{side.mode}"], index, new[side.mode], ok & alive, old=side.target)
     else:
         method.put(state, index, new, ok & alive)
     return ok | ~alive
@@ -242,5 +240,5 @@ def _identity_like(a: Tensor) -> Tensor:
 
 def _diagonal_root(side: _Side) -> None:
     ridge = per_slot(ridge_of(side.a, side.hyper), side.a)
-    side.fresh["X"] = roots.power(side.a.double() + ridge, -side.e).to(side.a.dtype)
+    side.fresh["X"] = power(side.a.double() + ridge, -side.e).to(side.a.dtype)
     side.ok = side.fresh["X"].isfinite().all(1)

@@ -60,8 +60,8 @@ class TorchExecutor(Executor[Seen]):
 
     def refresh(self, job: Job, seen: Seen) -> None:
         bank = self._bank
-        assert isinstance(self.method, Kronecker)
-        due = Due(bank.state, job.due, seen.ctx, bank.failed, bank.failing)
+        assert isinstance(self.method, Kronecker) and bank.solver
+        due = Due(bank.state, job.due, seen.ctx, bank.failed, bank.failing, bank.exponent, bank.solver)
         refresh(self.method, [due], bank.background if job.settings.hyper.refresh_delay else None)
         bank.begun = True
 

@@ -20,6 +20,7 @@ from ..linalg import (
     pack,
     per_slot,
     positions,
+    relative_ridge,
     rotate,
     unpack,
 )
@@ -212,7 +213,7 @@ def factor_correction(ctx: Context) -> float | Tensor:
 
 def ridge_of(a: Tensor, hyper: Hyper) -> float | Tensor:
     """``eps``; with relative damping, that times each factor's size: ``[n]``."""
-    return roots.relative_ridge(a, hyper.eps) if hyper.relative_damping else hyper.eps
+    return relative_ridge(a, hyper.eps) if hyper.relative_damping else hyper.eps
 
 
 # The state of some slots.
@@ -240,11 +241,10 @@ def is_full(state: State, mode: int) -> bool:
     return refreshed(state, mode).dim() == 3
 
 
-def factors_of(state: State, mode: int, index: Index) -> Tensor:
-    """The factors of some slots: ``[n, d, d]``, or ``[n, d]`` if diagonal."""
+def factors_of(state: State, mode: int, index: Index, target: Tensor) -> Tensor:
+    """The factors of some slots: ``[n, d, d]``, or ``[n, d]`` if diagonal. ``target`` is what a refresh makes of them."""
     kept = state[f"L{mode}"][index]
-    packed = is_full(state, mode) and kept.dim() == 2
-    return unpack(kept, refreshed(state, mode).shape[-1]) if packed else kept
+    return unpack(kept, target.shape[-1]) if target.dim() == 3 and kept.dim() == 2 else kept
 
 
 def diagonal_of(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import roots
-from ..linalg import ema_, norms, per_slot, product, rotate
+from ..linalg import are_products_exact, ema_, norms, per_slot, product, rotate
 from .base import FULL, Context, Hyper, Stack, State
 from .shampoo import ROOT_OPTIONS, Index, Kronecker, factor_correction, first_factor, modes_of
 
@@ -168,7 +168,7 @@ def _denominator(state: State, dtype: torch.dtype, ctx: Context) -> Tensor:
     root = (w / per_slot(factor_correction(ctx), w)).sqrt_()
     if modes := modes_of(state):
         coarse = [torch.finfo(state[f"Q{modes[0]}"].dtype).eps]
-        coarse += [TF32] if w.is_cuda and dtype == torch.float32 and not roots.are_products_exact() else []
+        coarse += [TF32] if w.is_cuda and dtype == torch.float32 and not are_products_exact() else []
         rounding = max(ROUNDINGS * torch.finfo(dtype).eps, COARSE * max(coarse))
         least = norms(root) * (rounding / math.sqrt(root[0].numel()))
         root = torch.maximum(root, per_slot(least, root))

@@ -8,8 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..linalg import per_slot
-from .numerics import all_finite, eye_like, full_precision
+from ..linalg import all_finite, eye_like, full_precision, per_slot
 
 
 class Root(NamedTuple):
@@ -31,7 +30,7 @@ class RootSolver(ABC):
     The call takes a stack `a` [n, d, d] in float32 or float64 and returns roots in that dtype. A slot that is
     not finite or does not converge raises nothing: its `ok` is False and its value is the identity. The other
     slots get the values that they would get alone. On one CPU thread a slot gets the same bits in every stack.
-    `eps` is one ridge for all slots, or one per slot [n]. `linalg.per_slot` and `numerics.column` shape both.
+    `eps` is one ridge for all slots, or one per slot [n]. `linalg.per_slot` and `linalg.column` shape both.
     A solver with a warm start replaces entries of `state`. The caller keeps them for the slots that are ok.
     """
 

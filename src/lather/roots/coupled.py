@@ -9,9 +9,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from ..linalg import matrix_power, per_slot, product, symmetrize
+from ..linalg import eye_like, matrix_power, normalize, per_slot, power, product, symmetrize
 from .base import Root, RootSolver
-from .numerics import eye_like, normalize, power
 
 MAX_P, MAX_S = 32, 8
 SLACK = 1.01  # rounding may raise an error that falls slowly; up to this factor it does not count as growth

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..linalg import per_slot, product, symmetrize
+from ..linalg import per_slot, power, product, symmetrize
 from .base import lift
-from .numerics import power
 
 CAP = 0.5  # largest entry of a correction
 FLOOR = 4.0  # an eigenvalue below this many roundings of the largest is not resolved

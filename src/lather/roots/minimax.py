@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from .. import linalg
-from ..linalg import per_slot
+from ..linalg import eye_like, normalize, per_slot, power
 from .base import Root, RootSolver
 from .coupled import fraction, series
-from .numerics import eye_like, normalize, power
 from .products import combine, decode, encode, frobenius, is_split, matrix_power, product, product_count, times_power
 
 MARGIN = 1.02  # keeps rounding from lowering the bound ||A^2||_F^(1/2) >= lambda_max, above which the polynomials grow

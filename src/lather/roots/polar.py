@@ -12,9 +12,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from ..linalg import aligned, norms, per_slot
+from ..linalg import aligned, all_finite, normalize, norms, per_slot
 from .minimax import best_step
-from .numerics import all_finite, normalize
 
 Quintic = tuple[float, float, float]
 

@@ -9,11 +9,10 @@ from typing import ClassVar, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ..linalg import factorize, per_slot, product, symmetrize
+from ..linalg import eye_like, factorize, normalize, per_slot, power, product, symmetrize
 from .base import Basis, EigenSolver, Root, lift, settle
 from .eigh import decompose
 from .firstorder import correction, coupling, diagonal, first_basis
-from .numerics import eye_like, normalize, power
 
 
 class Frame(NamedTuple):

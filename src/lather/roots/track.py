@@ -8,10 +8,9 @@ from typing import ClassVar, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ..linalg import factorize, product, symmetrize
+from ..linalg import column, factorize, normalize, product, symmetrize
 from .base import Basis, EigenSolver, Root, settle
 from .firstorder import coupling, diagonal, first_basis, first_order
-from .numerics import column, normalize
 from .products import has_kernels
 
 SHIFTS = (1.0, 0.1)  # one per pass of CholeskyQR, in units of d roundings

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..compute.bank import Bank
-from ..methods.shampoo import factors_of, modes_of
+from ..methods.shampoo import factors_of, modes_of, refreshed
 from ..settings import Settings
 from .ranks import Peers
 from .run import Run
@@ -174,7 +174,8 @@ def tally(banks: Iterable[Bank], name_of: Callable[[int], str]) -> dict[str, dic
 
 def _failure(bank: Bank, slot: int, name: str, failed: int, settings: Settings, error: str | None) -> str:
     eps = settings.hyper.eps
-    factors = [factors_of(bank.state, mode, slice(slot, slot + 1))[0] for mode in modes_of(bank.state)]
+    one, state = slice(slot, slot + 1), bank.state
+    factors = [factors_of(state, i, one, refreshed(state, i))[0] for i in modes_of(state)]
     conditions = ", ".join(_condition(factor, eps) for factor in factors)
     cause = f". The last error was {error}" if error else ""
     return (

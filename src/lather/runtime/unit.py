@@ -13,8 +13,8 @@ from torch import Tensor
 from ..compute.bank import Bank
 from ..compute.executor import Executor
 from ..compute.slices import BoundSlice, SliceId
+from ..linalg import products_in
 from ..planning.messages import SCALE
-from ..roots import products_in
 from ..storage.buffers import Pieces, copy_pairs
 from ..storage.grids import Grid
 from ..storage.step import Step

@@ -37,8 +37,7 @@ def make_banks(plan: Plan, places: Sequence[int], params: Sequence[Tensor], old:
         blocks = [plan.blocks[i] for i in numbers]
         bank = Bank(key, numbers, blocks, plan.settings[key.group], params[blocks[0].param].device)
         if same := old.get(identity(bank, params)):
-            same.key, same.numbers, same.blocks = bank.key, bank.numbers, bank.blocks
-            bank = same
+            bank = same.moved_to(bank)
         _allocate(bank, plan.settings[key.group])
         banks.append(bank)
     return banks
