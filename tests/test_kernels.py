@@ -15,7 +15,8 @@ import torch
 import lather
 from lather import roots
 from lather.compute import kernel_executor as fleet
-from lather.compute import tables
+from lather.compute import slices
+from lather.kernels.schema import CombineTerms
 from lather.roots import products, track
 
 ROOT = Path(__file__).parent.parent
@@ -71,7 +72,7 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lather.kernels import step as kernels
+    from lather.kernels import dense, step
 
     kinds = {
         torch.float32: "*fp32", torch.float64: "*fp64", torch.float16: "*fp16", torch.int64: "*i64", torch.uint8: "*u8",
@@ -98,12 +99,12 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
         assert made.metadata.shared <= GPUS[gpu], self.__name__
         loaded_ahead.update({self.__name__} if "cp.async" in made.asm["ptx"] else ())
 
-    rule, suits = roots.stages.__wrapped__, tables.suits
+    rule, suits = roots.stages.__wrapped__, slices.suits
     memory = SimpleNamespace(shared_memory_per_block_optin=GPUS[gpu])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     for module in (fleet, products):
         monkeypatch.setattr(module, "stages", lambda device: rule(torch.device("cuda")))
-    monkeypatch.setattr(tables, "suits", lambda device, *rest: suits("cuda", *rest))
+    monkeypatch.setattr(slices, "suits", lambda device, *rest: suits("cuda", *rest))
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for shapes, options in (([(256, 128), (9,)], {"momentum": 0.5}), ([(8, 8, 3)], {"merge_dims": False})):
@@ -114,7 +115,7 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
         opt.step()
     x, one = torch.ones(1, 256, 256), torch.ones(1)
     halves = products.encode(x, one)
-    products.combine(halves, halves, torch.ones(5, 1))
+    products.combine(halves, halves, CombineTerms(*torch.ones(5, 1)))
     products.product(halves, halves, add=halves)
     products.frobenius(halves)
     products.decode(halves, one, 256)
@@ -122,6 +123,9 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     for d in (256, 40, 33):  # with a last tile that is whole, of half the width, and of one column
         track.cholesky_qr(torch.ones(1, d, d), 1.0)
     assert seen == {
-        name for name, x in vars(kernels).items() if isinstance(x, triton.runtime.JITFunction) and name[0] != "_"
+        name
+        for module in (dense, step)
+        for name, x in vars(module).items()
+        if isinstance(x, triton.runtime.JITFunction) and x.__module__ == module.__name__ and name[0] != "_"
     }
     assert {"gram", "symmetric"} <= loaded_ahead  # or what they take would say nothing

@@ -20,7 +20,7 @@ from lather.runtime.unit import make_units
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not dist.is_nccl_available(), reason="needs a CUDA device and NCCL"
 )
-PLAN = importlib.import_module("lather.plan")  # lather.plan is also a function
+PLAN = importlib.import_module("lather.planning.plan")
 SHAPES = [(40, 24), (40, 24), (7, 130), (16, 3, 3, 3), (33,), ()]
 
 

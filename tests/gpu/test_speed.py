@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import lather
-from lather.compute import tables
-from lather.methods import kronecker
+from lather.compute import slices
+from lather.methods import shampoo as kronecker
 from lather.roots import has_kernels
 from lather.runtime import unit as units
 
@@ -74,9 +74,10 @@ def compiled():
     it keeps for one is what it has compiled."""
     from triton.runtime.jit import JITFunction
 
-    from lather.kernels import step as kernels
+    from lather.kernels import dense, step
 
-    found = {name: kernel for name, kernel in vars(kernels).items() if isinstance(kernel, JITFunction)}
+    both = vars(dense) | vars(step)
+    found = {name: kernel for name, kernel in both.items() if isinstance(kernel, JITFunction)}
     return Counter(
         {name: sum(len(kept[0]) for kept in kernel.device_caches.values()) for name, kernel in found.items()}
     )
@@ -241,7 +242,7 @@ def test_fleets_are_as_good_as_banks(options, monkeypatch):
         return opt, params
 
     opt, params = train()
-    monkeypatch.setattr(tables, "suits", lambda *_: False)
+    monkeypatch.setattr(slices, "suits", lambda *_: False)
     alone, others = train()
     assert fleets_of(opt) and not fleets_of(alone)
     for p, q in zip(params, others, strict=True):
@@ -284,7 +285,7 @@ def test_loading_into_an_optimizer_that_has_graphs():
 def peak_of_refresh(n, monkeypatch):
     """Memory that a step with a refresh takes beyond what is there anyhow."""
     with monkeypatch.context() as patch:
-        patch.setattr(tables, "LARGEST", 4 * 256 * 256)
+        patch.setattr(slices, "LARGEST", 4 * 256 * 256)
         patch.setattr(kronecker, "LARGEST", 8 * 256 * 256)
         opt, params = make([(256, 256)] * n, max_preconditioner_dim=256, root="minimax")
         run(opt, params, 1, PERIOD)  # the first refresh is next, and runs without a graph
@@ -306,7 +307,7 @@ def test_memory_of_a_refresh_does_not_grow_with_the_number_of_blocks(monkeypatch
 
 def test_memory_of_graphs_is_bounded(monkeypatch):
     """Once everything is captured, nothing more is held."""
-    monkeypatch.setattr(tables, "LARGEST", 4 * 256 * 256)
+    monkeypatch.setattr(slices, "LARGEST", 4 * 256 * 256)
     monkeypatch.setattr(kronecker, "LARGEST", 8 * 256 * 256)
     opt, params = make([(256, 256)] * 16, max_preconditioner_dim=256, root="minimax")
     run(opt, params, 1, 4 * PERIOD)

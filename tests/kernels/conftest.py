@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from lather.compute import kernel_executor as fleet
-from lather.compute import tables
+from lather.compute import slices, tables
+from lather.roots import has_kernels
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and tables.has_kernels(torch.device("cuda"))
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and has_kernels(torch.device("cuda"))
 collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
 
 
@@ -37,12 +38,12 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def interpret(set_: Callable[[Any, str, Any], None]) -> None:
     """Fleets as on a GPU, with tiles so small that small blocks have several."""
-    suits = tables.suits
-    set_(tables, "suits", lambda device, *rest: suits("cuda", *rest))
-    set_(tables, "BLOCK", 128)
-    for module in (tables, fleet):
-        for name, value in {"SIDE": 16, "DEPTH": 16, "REDUCE": 2}.items():
-            set_(module, name, value)
+    suits = slices.suits
+    set_(slices, "suits", lambda device, *rest: suits("cuda", *rest))
+    small = {"BLOCK": 128, "SIDE": 16, "DEPTH": 16, "REDUCE": 2}
+    for module in (slices, tables, fleet):
+        for name in small.keys() & vars(module).keys():
+            set_(module, name, small[name])
     _patch_once_per_launch(set_)
 
 

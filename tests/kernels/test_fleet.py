@@ -9,9 +9,9 @@ import torch
 from reference import Reference
 
 import lather
-from lather.compute import tables
+from lather.compute import slices
 from lather.compute.kernel_executor import Call, Fleet
-from lather.compute.tables import Place
+from lather.compute.slices import Window
 
 # Blocks that are aligned or not, of one tile or several, cut by columns, of two modes, three, one, none and four; the last
 # one lies in aligned rows.
@@ -312,7 +312,7 @@ def test_averages_of_fleets_in_parts(dtype, monkeypatch):
     whole, parts = parameters(dtype=dtype), parameters(dtype=dtype)
     one = run(whole, 1, 4, averaging="schedule_free", weight_decay=0.1)
     assert not any(fleet.lands for fleet in one._units[0].fleets)
-    monkeypatch.setattr(tables, "LARGEST", 200)
+    monkeypatch.setattr(slices, "LARGEST", 200)
     many = run(parts, 1, 4, averaging="schedule_free", weight_decay=0.1)
     assert len(many._units[0].landings) > len(one._units[0].landings)
     for mode in ("train", "eval"):
@@ -344,7 +344,7 @@ def test_numbers_change_between_steps():
 def test_a_fleet_in_parts_gives_the_same_bits(monkeypatch):
     whole, parts = parameters(), parameters()
     assert len(run(whole, 1, 3)._units[0].fleets) == 1
-    monkeypatch.setattr(tables, "LARGEST", 200)
+    monkeypatch.setattr(slices, "LARGEST", 200)
     opt = run(parts, 1, 3)
     fleets = opt._units[0].fleets
     assert len(fleets) > 3 and max(fleet.n for fleet in fleets) < sum(len(bank.blocks) for bank in opt._banks)
@@ -359,7 +359,9 @@ def travelling(opt, raw):
         part
         if raw
         else replace(
-            part, tensors=[i] * part.n, places=[Place(k * part.numel, (part.numel,), (1,)) for k in range(part.n)]
+            part,
+            tensor_indices=[i] * part.n,
+            windows=[Window(k * part.numel, (part.numel,), (1,)) for k in range(part.n)],
         )
         for i, part in enumerate(fleet.parts)
     ]
@@ -375,7 +377,8 @@ def test_gradients_from_stacks_and_directions_that_leave(raw, betas):
         opt._prepare_together()
     fleet, group, steps = travelling(opt, raw), opt.param_groups[0], [0] * len(WHOLE)
     scratch = {
-        role: torch.zeros(numel, dtype=dtype) for role, (dtype, numel) in tables.scratch(fleet.parts, group).items()
+        role: torch.zeros(numel, dtype=dtype)
+        for role, (dtype, numel) in slices.scratch_sizes(fleet.parts, group).items()
     }
     for step in range(1, 4):
         grads = gradients(step, WHOLE)

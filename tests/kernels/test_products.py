@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lather
+from lather.kernels.schema import CombineTerms
 from lather.roots import minimax, products
 
 EXACT = 2**-20  # 22 bits, of the largest entries; as much is lost where a small one has no bits left
@@ -55,7 +56,7 @@ def test_norms_and_combinations(n, d):
         products.frobenius(a).double(), torch.linalg.vector_norm(x, dim=(1, 2)), rtol=1e-6, atol=0
     )
     t, eye = terms.double()[:, :, None, None], torch.eye(d)
-    first, second = products.combine(a, b, terms)
+    first, second = products.combine(a, b, CombineTerms(*terms))
     assert distance(whole(first, d), t[0] * x + t[1] * eye) < EXACT
     assert distance(whole(second, d), t[2] * x + t[3] * y + t[4] * eye) < EXACT
 

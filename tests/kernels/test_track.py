@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lather.kernels import step as kernels
+from lather.kernels import dense
 from lather.roots import Track, track
 
 
@@ -147,7 +147,7 @@ class Launches(TorchDispatchMode):
 def test_launches(d, total, monkeypatch):
     kernel = mock.MagicMock()
     for name in ("cholesky", "substitute"):
-        monkeypatch.setattr(kernels, name, kernel)
+        monkeypatch.setattr(dense, name, kernel)
     b = torch.zeros(1, d, d)
     with Launches() as launches:
         track.cholesky_qr(b, 1.0)

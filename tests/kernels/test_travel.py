@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import lather
 from conftest import interpret
-from lather.compute import tables
+from lather.compute import slices
 
 SHAPES = [*8 * [(8, 16)], (12, 6, 3, 3), (9,), (10, 16)]
 GIVEN = {"lr": 0.05, "eps": 0.3, "max_preconditioner_dim": 16, "precondition_frequency": 2, "weight_decay": 0.1}
@@ -26,7 +26,7 @@ def drawn(seed):
 
 def work(rank, path):
     interpret(setattr)
-    tables.LARGEST = 150  # so that banks are divided
+    slices.LARGEST = 150  # so that banks are divided
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=RANKS)
     for sharded, method in WAYS:

@@ -23,7 +23,7 @@ from .slices import SIDE, THIN_SIDE, BoundSlice
 
 BLOCK = 4096  # elements of a tile
 REDUCE = 128  # tiles of a slot that are added up at a time
-CHUNK = 4096  # columns, in all rows together, that one program sums for the factor of a third mode
+CHUNK = 4096  # rows times columns of a ThinChunk
 FLOAT, HALF = 4, 2  # bytes
 ORDER = Alignment.CONTIGUOUS, Alignment.ROWS, Alignment.SCATTERED  # of tiles in their table
 
@@ -126,8 +126,8 @@ def _table(rows: Sequence[tuple[int, ...]]) -> Tensor:
 
 
 def _roots(part: BoundSlice, one: Tensor) -> list[int]:
-    """The address of each slot's first root; 0 for blocks without factors. A method with factors but no roots does not wait for
-    any: ``one`` stands for a root that has been computed."""
+    """The address of each slot's first root; 0 for blocks without factors. A method with factors but no roots
+    does not wait for any: ``one`` stands for a root that has been computed."""
     root = part.state.get("X0")
     if root is None:
         return [one.data_ptr() if part.key.modes else 0] * part.n

@@ -22,12 +22,6 @@ def width(table):
 
 
 @triton.jit
-def to_halves(value):
-    """The high and the low half of a number."""
-    high = value.to(tl.float16)
-    return high, ((value - high.to(tl.float32)) * LOW).to(tl.float16)
-
-
-@triton.jit
-def from_halves(high, low):
-    return high.to(tl.float32) + low.to(tl.float32) / LOW
+def low_half(value, high):
+    """What a number is more than its high half ``value.to(tl.float16)``, times LOW."""
+    return ((value - high.to(tl.float32)) * LOW).to(tl.float16)

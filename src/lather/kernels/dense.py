@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LOW, column, from_halves, to_halves
+from .common import LOW, column, low_half
 from .schema import CombineTerms
 
 FIRST_X = column(CombineTerms, "first_x")
@@ -22,14 +22,14 @@ SECOND_IDENTITY = column(CombineTerms, "second_identity")
 
 @triton.jit
 def _store(at, value, size, mask):
-    high, low = to_halves(value)
+    high = value.to(tl.float16)
     tl.store(at, high, mask)
-    tl.store(at + size, low, mask)
+    tl.store(at + size, low_half(value, high), mask)
 
 
 @triton.jit
 def _load(at, size, mask):
-    return from_halves(tl.load(at, mask, 0.0), tl.load(at + size, mask, 0.0))
+    return tl.load(at, mask, 0.0).to(tl.float32) + tl.load(at + size, mask, 0.0).to(tl.float32) / LOW
 
 
 @triton.jit
@@ -67,10 +67,12 @@ def combine(x, y, terms, first, second, ld, size, n, BLOCK: tl.constexpr):
     at, inside, on = slot * 2 * size + row * ld + columns, columns < ld, columns == row
     a, b = _load(x + at, size, inside), _load(y + at, size, inside)
     terms += slot
+    first += at
     value = tl.load(terms + FIRST_X * n) * a + tl.where(on, tl.load(terms + FIRST_IDENTITY * n), 0.0)
-    _store(first + at, value, size, inside)
+    _store(first, value, size, inside)
     value = tl.load(terms + SECOND_X * n) * a + tl.load(terms + SECOND_Y * n) * b
-    _store(second + at, value + tl.where(on, tl.load(terms + SECOND_IDENTITY * n), 0.0), size, inside)
+    value += tl.where(on, tl.load(terms + SECOND_IDENTITY * n), 0.0)
+    _store(second + at, value, size, inside)
 
 
 @triton.jit
@@ -111,9 +113,10 @@ def symmetric(
         value = (value + value.T) / 2
     at = ri[:, None] * d + rj[None, :]
     if ADD:
-        value += beta * from_halves(tl.load(add + slot + at), tl.load(add + slot + size + at))
+        value += beta * (tl.load(add + slot + at).to(tl.float32) + tl.load(add + slot + size + at).to(tl.float32) / LOW)
     value += tl.where(ri[:, None] == rj[None, :], diagonal, 0.0)
-    high, rest = to_halves(value)
+    high = value.to(tl.float16)
+    rest = low_half(value, high)
     tl.store(out + slot + at, high)
     tl.store(out + slot + size + at, rest)
     if ti != tj:

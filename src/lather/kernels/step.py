@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LOW, column, to_halves, width
+from .common import LOW, column, low_half, width
 from .schema import Corrections, FactorJob, Numbers, SlotTable, ThinChunk, ThinFactor
 from .tiles import (
     FILTER_ADDRESS,
@@ -80,11 +80,11 @@ def _number(numbers, NAME: tl.constexpr):
 @triton.jit
 def _gradient(grads, weights, row, index, inside, numbers, COUPLED, ALIGNED, GRAD, PARAM):
     """Gradients with their sign, plus coupled weight decay."""
-    at = in_tensor(grads, row, index, ALIGNED, GRAD)
-    g = _number(numbers, GRADIENT_SIGN) * tl.load(at, inside, 0.0).to(tl.float32)
+    sign = _number(numbers, GRADIENT_SIGN)
+    g = sign * tl.load(in_tensor(grads, row, index, ALIGNED, GRAD), inside, 0.0).to(tl.float32)
     if COUPLED:
-        at = in_tensor(weights, row, index, ALIGNED, PARAM)
-        g += _number(numbers, COUPLED_DECAY) * tl.load(at, inside, 0.0).to(tl.float32)
+        decay = _number(numbers, COUPLED_DECAY)
+        g += decay * tl.load(in_tensor(weights, row, index, ALIGNED, PARAM), inside, 0.0).to(tl.float32)
     return g
 
 
@@ -171,7 +171,9 @@ def average(
         half = tl.load(row + HALF_ADDRESS).to(tl.pointer_type(tl.float16))
         if tl.load(row + HALF_ADDRESS) != 0:
             columns, padded, third = half_layout(row)
-            high, low = to_halves(g * tl.load(scale + slot))
+            x = g * tl.load(scale + slot)
+            high = x.to(tl.float16)
+            low = low_half(x, high)
             if ALIGNED and (columns == padded) & (third == 1):
                 at = at_offset(half, index, ALIGNED)
                 tl.store(at, high, inside)

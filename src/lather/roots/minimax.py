@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import linalg
+from ..kernels.schema import CombineTerms
 from ..linalg import eye_like, normalize, per_slot, power
 from .base import Root, RootSolver
 from .coupled import fraction, series
@@ -128,8 +129,14 @@ class Minimax(RootSolver):
         ridge = torch.maximum(floor / scale, self.relative_eps * z)
         z = z + ridge
         r = ridge / z
-        q = step.a + step.b * r + step.c * r * r, (step.b + 2 * step.c * r) / z, step.c / (1024 * z * z)
-        x = self._compose(p, *combine(b, square, torch.stack([1 / z, r, q[1], q[2], q[0]])))
+        terms = CombineTerms(  # M, and the first polynomial in it
+            first_x=1 / z,
+            first_identity=r,
+            second_x=(step.b + 2 * step.c * r) / z,
+            second_y=step.c / (1024 * z * z),
+            second_identity=step.a + step.b * r + step.c * r * r,
+        )
+        x = self._compose(p, *combine(b, square, terms))
         back = power(z[:, None].double() * scale[:, None], -1 / p).to(a.dtype)
         root, unit = decode(x, back[:, 0], a.shape[-1]), back[:, :, None]
         scale, ridge, z = (t[:, None, None] for t in (scale, ridge, z))

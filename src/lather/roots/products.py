@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import linalg
+from ..kernels.schema import CombineTerms
 from ..linalg import symmetrize
 
 ENOUGH = 160 << 10  # bytes of shared memory per program that allow three stages
@@ -92,43 +93,43 @@ def is_split(x: Tensor) -> bool:
 
 def encode(x: Tensor, scale: Tensor) -> Tensor:
     """Halves [n, 2, D, D] of `scale[n] x`, zero beyond `d`."""
-    from ..kernels import dense as kernels
+    from ..kernels import dense
 
     n, d, _ = x.shape
     ld = -(-d // _side(d)) * _side(d)
     halves = x.new_empty((n, 2, ld, ld), dtype=torch.float16)
-    kernels.split[_rows(n, ld)](x.contiguous(), scale.contiguous(), halves, d, ld, ld * ld, BLOCK=_block(ld))
+    dense.split[_rows(n, ld)](x.contiguous(), scale.contiguous(), halves, d, ld, ld * ld, BLOCK=_block(ld))
     return halves
 
 
 def decode(x: Tensor, scale: Tensor, d: int) -> Tensor:
     """The matrices [n, d, d] that were encoded, times `scale[n]`."""
-    from ..kernels import dense as kernels
+    from ..kernels import dense
 
     n, _, ld, _ = x.shape
     out = x.new_empty((n, d, d), dtype=torch.float32)
-    kernels.join[d, n, -(-ld // _block(ld))](x, scale.contiguous(), out, d, ld, ld * ld, BLOCK=_block(ld))
+    dense.join[d, n, -(-ld // _block(ld))](x, scale.contiguous(), out, d, ld, ld * ld, BLOCK=_block(ld))
     return out
 
 
 def frobenius(x: Tensor) -> Tensor:
     """The norms [n] of encoded matrices."""
-    from ..kernels import dense as kernels
+    from ..kernels import dense
 
     n, size, block = x.shape[0], x.shape[2] * x.shape[3], 4096
     parts = -(-size // block)
     sums = x.new_empty((n, parts), dtype=torch.float32)
-    kernels.squares[parts, n](x, sums, size, parts, BLOCK=block)
+    dense.squares[parts, n](x, sums, size, parts, BLOCK=block)
     return sums.sum(1).sqrt()
 
 
-def combine(x: Tensor, y: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
-    """`t0 x + t1 I` and `t2 x + t3 y + t4 I` for encoded matrices and `terms` [5, n]."""
-    from ..kernels import dense as kernels
+def combine(x: Tensor, y: Tensor, terms: CombineTerms) -> tuple[Tensor, Tensor]:
+    """The matrices `first` and `second` that `CombineTerms` describes, for encoded matrices. Each of the terms is [n]."""
+    from ..kernels import dense
 
     n, _, ld, _ = x.shape
     first, second = torch.empty_like(x), torch.empty_like(x)
-    kernels.combine[_rows(n, ld)](x, y, terms.contiguous(), first, second, ld, ld * ld, n, BLOCK=_block(ld))
+    dense.combine[_rows(n, ld)](x, y, torch.stack(terms), first, second, ld, ld * ld, n, BLOCK=_block(ld))
     return first, second
 
 
@@ -145,12 +146,12 @@ def _side(d: int) -> int:
 
 
 def _product_of_halves(x: Tensor, y: Tensor, alpha: float, add: Tensor | None, beta: float, diagonal: float) -> Tensor:
-    from ..kernels import dense as kernels
+    from ..kernels import dense
 
     n, _, d, _ = x.shape
     side = _side(d)
     tiles, out = d // side * (d // side + 1) // 2, torch.empty_like(x)
-    kernels.symmetric[n * tiles,](
+    dense.symmetric[n * tiles,](
         x, y, x if add is None else add, out, d, d * d, tiles, alpha, beta, diagonal,
         ADD=add is not None, SIDE=side, DEPTH=64, num_warps=8 if side == 128 else 4, num_stages=stages(x.device),
     )  # fmt: skip

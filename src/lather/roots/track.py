@@ -163,7 +163,7 @@ def _by_tiles(b: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
     the last `k` tiles are subtracted from the next `k`. When it is a tile's turn, all tiles before it have then been subtracted.
     A slot that breaks down is NaN from that tile on.
     """
-    from ..kernels import dense as kernels
+    from ..kernels import dense
 
     n, d, _ = b.shape
     left, done = b.new_empty(n, 2 * d, d), b.new_empty(n, 2 * d, d)  # what is still to be eliminated; L over Q
@@ -176,8 +176,8 @@ def _by_tiles(b: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
         stop = min(start + TILE, d)
         sizes, width, rows = (left.stride(0), d), stop - start, 2 * d - stop
         old, new = left[:, stop:, start:stop], done[:, stop:, start:stop]
-        kernels.cholesky[n,](left[:, start:, start:], factors, pivots[:, start:], *sizes, width, TILE=TILE, num_warps=1)
-        kernels.substitute[n, -(-rows // ROWS)](old, factors, new, *sizes, rows, width, TILE=TILE, ROWS=ROWS)
+        dense.cholesky[n,](left[:, start:, start:], factors, pivots[:, start:], *sizes, width, TILE=TILE, num_warps=1)
+        dense.substitute[n, -(-rows // ROWS)](old, factors, new, *sizes, rows, width, TILE=TILE, ROWS=ROWS)
         if stop < d:
             reach = TILE * (m & -m)
             below = done[:, stop:, stop - reach : stop]
