@@ -10,7 +10,7 @@ import pathlib
 import shlex
 import statistics
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import machine
@@ -19,7 +19,8 @@ import torch
 from machine import CUDA, DEVICE, now
 
 import lather
-from lather.planning.schedule import first_step, is_due
+from lather.planning.schedule import is_due
+from lather.settings import Settings, resolve
 
 # Arguments.
 
@@ -79,14 +80,15 @@ class Schedule(NamedTuple):
     start: int = 4
     frequency: int = 1
     refresh: str = "never"  # or "together", "staggered"
-    group: Mapping[str, Any] | None = None
+    settings: Settings | None = None
 
     @classmethod
     def of(cls, opt: torch.optim.Optimizer) -> Schedule:
-        group = opt.param_groups[0]
         if not isinstance(opt, lather.Shampoo):
             return cls()
-        return cls(int(first_step(group)), group["precondition_frequency"], group["refresh"], group)
+        settings = resolve(opt.param_groups[0])
+        refresh = "staggered" if settings.staggered else "together"
+        return cls(int(settings.first_refresh), settings.frequency, refresh, settings)
 
     @property
     def warmup(self) -> int:
@@ -100,7 +102,7 @@ class Schedule(NamedTuple):
     def refreshes(self, t: int) -> bool:
         if self.refresh == "staggered":
             return t >= self.start
-        return self.group is not None and self.refresh == "together" and is_due(t, self.group, None)
+        return self.settings is not None and self.refresh == "together" and is_due(t, self.settings)
 
     def first(self, times: list[float]) -> float | None:
         """The time of the first refresh, given those of all steps; staggered, the worst step with a part of it."""
@@ -131,12 +133,7 @@ def time_ms(call: Callable[[], Any], repeats: int = 3) -> float:
 
 
 def summary(times: list[float]) -> dict[str, Any]:
-    return {
-        "mean_ms": statistics.mean(times),
-        "median_ms": statistics.median(times),
-        "worst_ms": max(times),
-        "step_ms": times,
-    }
+    return {"mean_ms": statistics.mean(times), "median_ms": statistics.median(times), "worst_ms": max(times), "step_ms": times}
 
 
 # Results.

@@ -96,9 +96,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, metavar="MODEL", help=", ".join(MODELS))
     parser.add_argument("--block", type=int, default=1024, help="max_preconditioner_dim of --models")
     parser.add_argument("--sizes", nargs="+", type=int, default=[])
-    parser.add_argument(
-        "--exponents", nargs="+", type=common.argument(lambda text: float(Fraction(text))), default=[1 / 4]
-    )
+    parser.add_argument("--exponents", nargs="+", type=common.argument(lambda text: float(Fraction(text))), default=[1 / 4])
     parser.add_argument("--counts", nargs="+", type=int, default=[1, 64])
     args = parser.parse_args(argv)
     if args.models is None:

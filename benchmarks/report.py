@@ -28,11 +28,7 @@ def ratio(head: str, over: str, under: str) -> Column:
     return head, lambda row: f"{row[over] / row[under]:.2f}"
 
 
-MS = [
-    column("mean ms", "mean_ms", ".2f"),
-    column("median ms", "median_ms", ".2f"),
-    column("worst ms", "worst_ms", ".2f"),
-]
+MS = [column("mean ms", "mean_ms", ".2f"), column("median ms", "median_ms", ".2f"), column("worst ms", "worst_ms", ".2f")]
 STEP = [
     column("model", "model"),
     column("optimizer", "optimizer"),
@@ -99,8 +95,7 @@ def solver_tables(rows: Sequence[Row]) -> list[str]:
     recorded = [row for row in rows if row["source"] != "synthetic"]
     exponents = dict.fromkeys(row["exponent"] for row in synthetic)
     parts = [
-        f"Exponent {e:g}, synthetic factors.\n\n" + by_spectrum([r for r in synthetic if r["exponent"] == e])
-        for e in exponents
+        f"Exponent {e:g}, synthetic factors.\n\n" + by_spectrum([r for r in synthetic if r["exponent"] == e]) for e in exponents
     ]
     return parts + (["Recorded factors.\n\n" + table(RECORDED, recorded)] if recorded else [])
 
@@ -165,10 +160,7 @@ def candidate(name: str, row: Row) -> str:
 
 KINDS: dict[str, tuple[Sequence[str], Callable[[Sequence[Row]], list[str]]]] = {
     "step": (("model", "optimizer", "mean_ms", "plain_ms", "worst_ms", "peak_mib"), step_tables),
-    "train": (
-        ("model", "optimizer", "frequency", "mean_ms", "worst_ms", "overhead_mean"),
-        lambda rows: [table(TRAIN, rows)],
-    ),
+    "train": (("model", "optimizer", "frequency", "mean_ms", "worst_ms", "overhead_mean"), lambda rows: [table(TRAIN, rows)]),
     "solvers": (("source", "spectrum", "d", "exponent", "solver", "error", "failed", "ms"), solver_tables),
     "fastest": (("d", "exponent", "matrices", "fastest", "auto"), fastest_tables),
     # Of the script that is experiments/wikitext.py now.
@@ -180,8 +172,7 @@ def line(kind: str, row: Row) -> str:
     """What to print of a row as soon as it is there."""
     values = [(key, row[key]) for key in KINDS[kind][0] if row.get(key) is not None]
     return ", ".join(
-        f"{key} {x:.4g}" if isinstance(x, float) else f"{x}" if isinstance(x, str) else f"{key} {x}"
-        for key, x in values
+        f"{key} {x:.4g}" if isinstance(x, float) else f"{x}" if isinstance(x, str) else f"{key} {x}" for key, x in values
     )
 
 

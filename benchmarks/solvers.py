@@ -148,9 +148,7 @@ def kept(ok: Tensor, new: Tensor, old: Tensor) -> Tensor:
 def previous_root(e: float, problem: Problem) -> dict[str, Any]:
     """The errors of roots that were exact one refresh ago."""
     pairs = [(problem.references[k - 1], now) for k, now in problem.references.items() if k - 1 in problem.references]
-    return statistics_of(
-        [now.errors(e, {kind: old.apply(e, g) for kind, g in now.probes.items()}) for old, now in pairs]
-    )
+    return statistics_of([now.errors(e, {kind: old.apply(e, g) for kind, g in now.probes.items()}) for old, now in pairs])
 
 
 def statistics_of(errors: list[dict[str, Tensor]]) -> dict[str, float | None]:
@@ -188,9 +186,7 @@ def problems(args: argparse.Namespace) -> Iterator[Problem]:
 
 def main(argv: list[str]) -> int:
     parser = common.make_parser(__doc__)
-    parser.add_argument(
-        "--quick", action=argparse.BooleanOptionalAction, default=not CUDA, help="fewer sizes and spectra"
-    )
+    parser.add_argument("--quick", action=argparse.BooleanOptionalAction, default=not CUDA, help="fewer sizes and spectra")
     parser.add_argument("--sizes", nargs="*", type=int, help="of synthetic factors; none: only --factors")
     parser.add_argument("--spectra", nargs="+", type=float)
     parser.add_argument("--exponents", nargs="+", type=float, default=[0.25, 0.5])

@@ -138,9 +138,7 @@ def num_kernels(prof: profile) -> int:
 
 def top(prof: profile, rows: int = 25) -> str:
     """The kernels (on a CPU, the operators) that took most time."""
-    totals = [
-        (e.self_device_time_total if CUDA else e.self_cpu_time_total, e.count, e.key) for e in prof.key_averages()
-    ]
+    totals = [(e.self_device_time_total if CUDA else e.self_cpu_time_total, e.count, e.key) for e in prof.key_averages()]
     totals = sorted((x for x in totals if not x[2].startswith("Optimizer.")), reverse=True)
     lines = [f"{us / 1e3:10.3f} {count:7d}  {key[:100]}" for us, count, key in totals[:rows]]
     rest = sum(us for us, *_ in totals[rows:]) / 1e3

@@ -118,17 +118,13 @@ def race(name: str, args: argparse.Namespace, results: Results) -> None:
             model.load_state_dict(initial)
             row = measure(make, model, batches, loss, args.steps)
             base = row if optimizer == "AdamW fused" else base
-            over = (
-                {f"overhead_{kind}": row[f"{kind}_ms"] / base[f"{kind}_ms"] - 1 for kind in OVERHEADS} if base else {}
-            )
+            over = {f"overhead_{kind}": row[f"{kind}_ms"] / base[f"{kind}_ms"] - 1 for kind in OVERHEADS} if base else {}
             results.add(model=name, optimizer=optimizer, frequency=frequency, **row, **over)
 
 
 def main(argv: list[str]) -> int:
     parser = common.make_parser(__doc__)
-    parser.add_argument(
-        "--models", nargs="+", choices=WORKLOADS, default=["gpt2", "resnet50"] if CUDA else ["gpt2-tiny"]
-    )
+    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=["gpt2", "resnet50"] if CUDA else ["gpt2-tiny"])
     parser.add_argument("--frequencies", nargs="+", type=int, default=[10, 50] if CUDA else [5, 10])
     parser.add_argument("--refresh", nargs="*", choices=("staggered", "together"), default=["staggered", "together"])
     parser.add_argument("--steps", type=int, default=100 if CUDA else 10, help="timed, rounded up to whole periods")

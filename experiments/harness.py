@@ -227,9 +227,7 @@ def chosen(experiment: Experiment, args: argparse.Namespace, finished: list[Fini
                         yield run, recipe
 
 
-def rates(
-    experiment: Experiment, args: argparse.Namespace, recipe: Recipe, finished: list[Finished], length: int
-) -> list[float]:
+def rates(experiment: Experiment, args: argparse.Namespace, recipe: Recipe, finished: list[Finished], length: int) -> list[float]:
     """The learning rates that are wanted of an optimizer, as far as its runs tell yet."""
     if args.best:
         rate = log.best_rate(log.of_length(finished, length), experiment.score)

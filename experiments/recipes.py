@@ -79,9 +79,7 @@ def muon(model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: 
     ]
 
 
-def lather_muon(
-    model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float, **options: Any
-) -> Optimizers:
+def lather_muon(model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float, **options: Any) -> Optimizers:
     """The same by lather."""
     matrices, others = ({"params": list(part.items())} for part in hidden(model))
     scale, adam = {"adjust_lr_fn": "match_rms_adamw"}, {"lr": lr, "betas": betas, "weight_decay": weight_decay}

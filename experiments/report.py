@@ -439,8 +439,7 @@ def timed(path: pathlib.Path) -> list[Finished]:
     runs = log.read(path)
     known = {f.run._replace(seed=0) for f in runs if not f.end.get("shared")}
     return [
-        f if f.run._replace(seed=0) in known else f._replace(end=f.end | times.get((f.run.task, f.run.optimizer), {}))
-        for f in runs
+        f if f.run._replace(seed=0) in known else f._replace(end=f.end | times.get((f.run.task, f.run.optimizer), {})) for f in runs
     ]
 
 

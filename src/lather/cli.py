@@ -44,9 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=run_demo)
     demo.add_argument("--seed", type=whole, default=0, help="of initial weights and batches (default %(default)s)")
     demo.add_argument("--epochs", type=positive, default=15, help="of every run (default %(default)s)")
-    demo.add_argument(
-        "--repeats", type=positive, default=3, help="runs per optimizer, with seeds from --seed on (default 3)"
-    )
+    demo.add_argument("--repeats", type=positive, default=3, help="runs per optimizer, with seeds from --seed on (default 3)")
     demo.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for demo.png (default %(default)s)")
     demo.add_argument("--sweep", action="store_true", help="instead: validation loss over the grid of learning rates")
 
@@ -65,27 +63,16 @@ def make_parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--ranks", type=parse_counts, metavar="N,N,...", help="a line for each number of ranks")
     plan.add_argument(
-        "--shard",
-        default="ddp",
-        metavar="LAYOUT",
-        help="how parameters lie over them: ddp (default), fsdp, hsdp=K, tp=K",
+        "--shard", default="ddp", metavar="LAYOUT", help="how parameters lie over them: ddp (default), fsdp, hsdp=K, tp=K"
     )
     plan.add_argument(
-        "--group",
-        "--num-trainers-per-group",
-        type=positive,
-        metavar="N",
-        help="ranks that share the work (default: all)",
+        "--group", "--num-trainers-per-group", type=positive, metavar="N", help="ranks that share the work (default: all)"
     )
     plan.add_argument("--stages", type=positive, default=1, help="default %(default)s")
     plan.add_argument("--dtype", default="float32", help="of the parameters (default %(default)s)")
-    plan.add_argument(
-        "--device", default="cuda", help="where they are, which decides on root solvers (default %(default)s)"
-    )
+    plan.add_argument("--device", default="cuda", help="where they are, which decides on root solvers (default %(default)s)")
     plan.add_argument("--json", action="store_true", help="as JSON")
-    more = plan.add_argument_group(
-        "options of lather.Shampoo", "as docs/options.md explains them; unset, their defaults"
-    )
+    more = plan.add_argument_group("options of lather.Shampoo", "as docs/options.md explains them; unset, their defaults")
     for name, option in OPTIONS.items():
         text = option.text.replace("`", "").replace("%", "%%")
         more.add_argument(flag(name), type=parse_value, default=argparse.SUPPRESS, metavar="VALUE", help=text)
@@ -187,9 +174,7 @@ def parse_shapes(text: str) -> dict[str, tuple[int, ...]]:
     if text in shapes.MODELS:
         return shapes.MODELS[text]()
     if "=" not in text:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a shape such as w=64x32 nor one of {', '.join(shapes.MODELS)}"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a shape such as w=64x32 nor one of {', '.join(shapes.MODELS)}")
     found: dict[str, tuple[int, ...]] = {}
     for item in text.split(","):
         name, equals, dims = item.strip().partition("=")

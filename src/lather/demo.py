@@ -83,9 +83,7 @@ def demo(seed: int, epochs: int, repeats: int, out: Path) -> str:
         jobs = [Job(name, lr, seed + i, epochs) for i in range(repeats)]
         runs[name] = train_all(name, jobs, training, test, LOOK_EVERY)
     plot(runs, out / "demo.png")
-    size = (
-        f"{NUM_TRAIN} training and {len(test.labels)} test images, {epochs} epochs, looked at every {LOOK_EVERY} steps"
-    )
+    size = f"{NUM_TRAIN} training and {len(test.labels)} test images, {epochs} epochs, looked at every {LOOK_EVERY} steps"
     mean = f"; mean ± standard deviation over {repeats} seeds" if repeats > 1 else ""
     return "\n".join([*table(runs), "", size + mean, f"plot: {out / 'demo.png'}"])
 
@@ -323,9 +321,7 @@ def plot(runs: Mapping[str, Sequence[Run]], path: Path) -> None:
         draw(accuracy, name, repeats, lambda look: 100 * look.held_accuracy)
     loss.set(title="Training loss", yscale="log", ylabel="cross entropy, all training images")
     accuracy.set(title="Test accuracy", ylabel="% of test images")
-    accuracy.set_ylim(
-        min(90.0, 100 * min(run.looks[-1].held_accuracy for some in runs.values() for run in some) - 5), 100
-    )
+    accuracy.set_ylim(min(90.0, 100 * min(run.looks[-1].held_accuracy for some in runs.values() for run in some) - 5), 100)
     for axes in (loss, accuracy):
         tidy(axes, "step")
     accuracy.legend(frameon=False, loc="lower right")

@@ -98,9 +98,7 @@ def _bool(name: str, value: Any) -> bool:
 
 def _choice(*names: str | None, meanings: Sequence[str] = (), others: Mapping[str, str | None] = NO_ALIASES) -> Check:
     """``meanings`` explain the names; ``others`` are the words of other libraries for them."""
-    allowed = (
-        [f"{name!r} ({text})" for name, text in zip(names, meanings, strict=True)] if meanings else map(repr, names)
-    )
+    allowed = [f"{name!r} ({text})" for name, text in zip(names, meanings, strict=True)] if meanings else map(repr, names)
     listed = "one of " + ", ".join(allowed)
 
     def check(name: str, value: Any) -> Any:
@@ -160,16 +158,10 @@ _polar_scale = _choice(
     others={"none": None, "adamw": "match_rms_adamw", "moonshot": "match_rms_adamw", "keller": "original"},
 )
 _averaging = _choice(
-    None,
-    "schedule_free",
-    "gpa",
-    others={"none": None, "schedulefree": "schedule_free", "sf": "schedule_free", "primal": "gpa"},
+    None, "schedule_free", "gpa", others={"none": None, "schedulefree": "schedule_free", "sf": "schedule_free", "primal": "gpa"}
 )
 _root_device = _choice(
-    None,
-    "cpu",
-    meanings=("where the parameter is", "on the host"),
-    others={"cuda": None, "gpu": None, "host": "cpu"},
+    None, "cpu", meanings=("where the parameter is", "on the host"), others={"cuda": None, "gpu": None, "host": "cpu"}
 )
 
 
@@ -180,9 +172,13 @@ REQUIRED = object()
 class Option:
     default: Any
     check: Check
-    text: str
+    wording: str | Callable[[], str]  # a function where it depends on which methods there are
     structural: bool = False  # decides which blocks and state there are, so it is fixed once training has begun
     before: Any = REQUIRED  # the value that it had in checkpoints from before it existed; REQUIRED if it always has
+
+    @property
+    def text(self) -> str:
+        return self.wording if isinstance(self.wording, str) else self.wording()
 
 
 def _named(name: str | None) -> str:
@@ -200,14 +196,24 @@ def _default_eps() -> str:
     return ", ".join([f"default {usual:g}", *others])
 
 
+def _method(name: str, value: Any) -> Any:
+    """Methods may be registered at any time, so this looks them up when it is called."""
+    aliases = {alias: key for key, method in METHODS.items() for alias in method.aliases}
+    return _choice(*METHODS, None, others=aliases)(name, value)
+
+
+def readers(option: str) -> list[str]:
+    """The methods that read an option which means nothing to others. Empty if it is none of those."""
+    return [name for name, method in METHODS.items() if option in method.reads]
+
+
 DEFAULT = next(iter(METHODS))
-_method = _choice(*METHODS, None, others={alias: name for name, m in METHODS.items() for alias in m.aliases})
 
 OPTIONS: dict[str, Option] = {
     "lr": Option(1e-3, _lr, "learning rate: a number or a one-element tensor"),
     "betas": Option((0.9, 0.95), _betas, "decay of the gradient filter and of the statistics; `betas[1] = 1` is the AdaGrad sum"),
     "beta3": Option(None, _optional(_number(0, 1)), "weight of the filtered gradient inside the direction; default `betas[0]`"),
-    "eps": Option(None, _optional(_number(0, open_low=True)), f"damping: added to the eigenvalues of every factor, or to the denominator of a method that has one; {_default_eps()}"),
+    "eps": Option(None, _optional(_number(0, open_low=True)), lambda: f"damping: added to the eigenvalues of every factor, or to the denominator of a method that has one; {_default_eps()}"),
     "damping": Option("absolute", _choice("absolute", "relative"), "use `eps` as it is, or multiply it by each factor's size (the Schatten 4-norm, a bound of the largest eigenvalue)"),
     "weight_decay": Option(0.0, _number(0), "strength of weight decay"),
     "weight_decay_mode": Option("decoupled", _choice("decoupled", "l2", "corrected", "independent"), "how decay enters; see [algorithm](algorithm.md)"),
@@ -220,7 +226,7 @@ OPTIONS: dict[str, Option] = {
     "averaging_powers": Option((2.0, 0.0), _powers, "`(p, r)`: in the average of `\"schedule_free\"`, step `t` has weight `max_lr**p * t**r`"),
     "maximize": Option(False, _bool, "ascend instead of descend"),
     "bias_correction": Option(True, _bool, "correct the averages for their start at zero"),
-    "preconditioner": Option(DEFAULT, _method, f"the method. {_methods()}; `None`: no preconditioning, the graft alone (Adam if that is `None` too)", structural=True),
+    "preconditioner": Option(DEFAULT, _method, lambda: f"the method. {_methods()}; `None`: no preconditioning, the graft alone (Adam if that is `None` too)", structural=True),
     "exponent": Option(None, _optional(_exponent), "exponent of the inverse roots: a number for all modes, or `{order: exponent}`; default `1 / (2 order)`; 0 leaves a mode alone"),
     "exponent_multiplier": Option(1.0, _number(0, open_low=True), "multiplies the default exponent (1.82 in the paper for fully connected networks)"),
     "root": Option("auto", _root, "root solver: `\"auto\"`, `\"eigh\"`, `\"newton\"`, `\"higher_order\"`, `\"minimax\"`, `\"qr\"`, `\"track\"` or a solver object. A method that needs bases takes `\"eigh\"`, `\"qr\"` or `\"track\"`"),
@@ -272,12 +278,6 @@ OF_PRESETS = {
     "correct_bias": "bias_correction",
 }
 STRUCTURAL = tuple(name for name, option in OPTIONS.items() if option.structural)
-# Options that only some methods read, and which those are.
-READERS: dict[str, list[str]] = {
-    option: [name for name, method in METHODS.items() if option in method.reads]
-    for option in OPTIONS
-    if any(option in method.reads for method in METHODS.values())
-}
 
 
 def refuse_flags(given: Mapping[str, Any]) -> None:
@@ -303,8 +303,8 @@ def markdown() -> str:
     """``docs/options.md``."""
     rows = []
     for name, option in OPTIONS.items():
-        some = len(READERS.get(name, METHODS)) < len(METHODS)
-        only = f" ({', '.join(map(_named, READERS[name]))} only)" if some else ""
+        users = readers(name)
+        only = f" ({', '.join(map(_named, users))} only)" if 0 < len(users) < len(METHODS) else ""
         rows.append(f"| `{name}` | `{option.default!r}` | {option.text}{only}{' †' if option.structural else ''} |")
     return "\n".join(
         [

@@ -104,9 +104,7 @@ def _census(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[_Named]:
     pairs = list(model.named_parameters(remove_duplicate=False)) if isinstance(model, nn.Module) else list(model)
     found: dict[int, _Named] = {}
     for pair in pairs:
-        if not (
-            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
-        ):
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)):
             raise ValueError(
                 f"rules go by name, but there is a {type(pair).__name__} without one; pass the model, or "
                 "model.named_parameters() instead of model.parameters()"
@@ -154,12 +152,7 @@ def _is_bias(item: _Named) -> bool:
     return item.param.dim() < 2 or item.names[0].endswith("bias")
 
 
-TESTS: dict[str, Callable[[_Named], bool]] = {
-    "embedding": _is_embedding,
-    "head": _is_head,
-    "norm": _is_norm,
-    "bias": _is_bias,
-}
+TESTS: dict[str, Callable[[_Named], bool]] = {"embedding": _is_embedding, "head": _is_head, "norm": _is_norm, "bias": _is_bias}
 
 
 def _kind(item: _Named, known: Iterable[int | str | None]) -> str | None:

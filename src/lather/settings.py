@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .methods import GRAFTS, METHODS, Graft, Hyper, Method
-from .options import DEFAULT, OPTIONS, READERS, STRUCTURAL
+from .options import DEFAULT, OPTIONS, STRUCTURAL, readers
 
 Group = Mapping[str, Any]
 
@@ -209,10 +209,7 @@ def _averaging(group: Group) -> Averaging | None:
         return None
     usual = 0.7 if kind == "gpa" else 0.9
     return Averaging(
-        kind,
-        float(usual if beta is None else beta),
-        float(0.9967 if decay is None else decay),
-        group["averaging_powers"],
+        kind, float(usual if beta is None else beta), float(0.9967 if decay is None else decay), group["averaging_powers"]
     )
 
 
@@ -255,11 +252,7 @@ def _without_effect(group: Group) -> dict[str, str]:
         ("nesterov", group["momentum"] == 0, "without momentum > 0"),
         ("averaging_beta", averaging is None, "without averaging"),
         ("averaging_decay", averaging != "gpa", f"with averaging={averaging!r}; only 'gpa' uses it"),
-        (
-            "averaging_powers",
-            averaging != "schedule_free",
-            f"with averaging={averaging!r}; only 'schedule_free' uses it",
-        ),
+        ("averaging_powers", averaging != "schedule_free", f"with averaging={averaging!r}; only 'schedule_free' uses it"),
         ("refresh_delay", never, "with start_preconditioning_step=inf; nothing is ever refreshed"),
         ("refresh_warmup", never, "with start_preconditioning_step=inf; nothing is ever refreshed"),
         ("split_dim", group["split"] is None, "without split"),
@@ -300,9 +293,9 @@ def _method_options(group: Group, changed: Collection[str]) -> dict[str, str]:
     if method is None:
         return {}
     found = {}
-    for name, readers in READERS.items():
-        if name in changed and name not in method.reads:
-            found[name] = f"with preconditioner={method.name!r}; only {', '.join(map(repr, readers))} use it"
+    for name in OPTIONS:
+        if name in changed and name not in method.reads and (users := readers(name)):
+            found[name] = f"with preconditioner={method.name!r}; only {', '.join(map(repr, users))} use it"
     return found | method.idle(group)
 
 

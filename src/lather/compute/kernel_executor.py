@@ -9,7 +9,7 @@ and are replayed as CUDA graphs.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple, final
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..kernels.schema import Corrections, Numbers, TensorAddresses, position
 from ..linalg import are_products_exact, from_host
-from ..methods import Context, Kronecker, filter_correction
+from ..methods import Context, Hyper, Kronecker, filter_correction
 from ..methods.shampoo import factor_correction
 from ..planning.schedule import started_slots
 from ..roots import stages
@@ -64,9 +64,19 @@ class Sources(NamedTuple):
     momenta: Sequence[Tensor] = ()
 
 
-class Seen(NamedTuple):
+@dataclass(frozen=True)
+class Seen:
     variant: Variant
-    contexts: Sequence[Context]  # of every slice
+    hyper: Hyper
+    steps: Sequence[int]  # of every slot
+    firsts: Sequence[int]  # the first slot of every slice
+    alive: Sequence[Tensor]  # of every slice
+
+    @cached_property
+    def contexts(self) -> list[Context]:
+        """Of every slice. A step that only replays graphs needs none."""
+        ends = zip(pairwise(self.firsts), self.alive, strict=True)
+        return [Context(self.hyper, self.steps[a:b], alive) for (a, b), alive in ends]
 
 
 @final
@@ -125,11 +135,7 @@ class KernelExecutor(Executor[Seen]):
     def take_in(self, job: Job, stacks: Sequence[Tensor | None]) -> Seen:
         sources = self._sources(job.step) if self._reads_gradients else _stacked(stacks)
         variant = self._load(job, sources)
-        contexts = [
-            Context(job.settings.hyper, job.steps[a:b], alive)
-            for (a, b), alive in zip(pairwise(self.firsts), self._alive, strict=True)
-        ]
-        seen = Seen(variant, contexts)
+        seen = Seen(variant, job.settings.hyper, job.steps, self.firsts, self._alive)
         self._replay(("in", variant), partial(self._launch_in, seen))
         return seen
 
@@ -181,10 +187,7 @@ class KernelExecutor(Executor[Seen]):
         _, strides, bound = self._bound
         dtype = next(grads[i].dtype for i in self._members if i in grads)
         dtype = dtype if dtype in DTYPES else torch.float32
-        found = [
-            grads[i] if i in grads else _something(param, dtype)
-            for i, param in zip(self._members, bound.params, strict=True)
-        ]
+        found = [grads[i] if i in grads else _something(param, dtype) for i, param in zip(self._members, bound.params, strict=True)]
         if not _are_ready(found, dtype, strides):
             found = [
                 grad if _are_ready([grad], dtype, [stride]) else torch.empty_like(param, dtype=dtype).copy_(grad)
@@ -196,9 +199,7 @@ class KernelExecutor(Executor[Seen]):
         settings, hyper, buffers = job.settings, job.settings.hyper, self._buffers
         ctx = Context(hyper, job.steps, buffers.alive)
         uniform = job.steps.count(job.steps[0]) == self.n
-        corrections = Corrections(
-            filter=filter_correction(ctx), moment=self.graft.correction(ctx), factors=factor_correction(ctx)
-        )
+        corrections = Corrections(filter=filter_correction(ctx), moment=self.graft.correction(ctx), factors=factor_correction(ctx))
         if not uniform:
             buffers.correct(corrections)
         numbers = self._numbers(job, corrections if uniform else Corrections(0.0, 0.0, 0.0))
@@ -246,11 +247,7 @@ class KernelExecutor(Executor[Seen]):
 
     def _who_goes(self, job: Job) -> tuple[bool, ...]:
         """Which slices may be preconditioned. The device is told which slots have started, and sees which have roots."""
-        started = (
-            started_slots(job.steps[:1], job.settings) * self.n
-            if job.step.even
-            else started_slots(job.steps, job.settings)
-        )
+        started = started_slots(job.steps[:1], job.settings) * self.n if job.step.even else started_slots(job.steps, job.settings)
         begun = [bool(piece.key.modes) and self._begins(piece) for piece in self.slices]
         last, goes = self._going
         if (started, begun) != last:
@@ -327,8 +324,7 @@ class KernelExecutor(Executor[Seen]):
     def _launch_follow(self, seen: Seen) -> None:
         assert self.method is not None
         works = [
-            partial(self.method.follow, piece.state, self._stack("plain", i), seen.contexts[i])
-            for i, piece in self._costly_first()
+            partial(self.method.follow, piece.state, self._stack("plain", i), seen.contexts[i]) for i, piece in self._costly_first()
         ]
         side_by_side(works)
 
@@ -356,17 +352,13 @@ class KernelExecutor(Executor[Seen]):
         assert isinstance(self.method, Kronecker)
         ctx = seen.contexts[i]
         if piece.custom_factors:
-            ctx = replace(
-                ctx, bc2=self._buffers.factor_correction(self.firsts[i], self.firsts[i + 1], seen.variant.uniform)
-            )
+            ctx = replace(ctx, bc2=self._buffers.factor_correction(self.firsts[i], self.firsts[i + 1], seen.variant.uniform))
         u = piece.state["m"] if seen.variant.filtered else self._stack("plain", i)
         self.method.apply(piece.state, u, ctx, self._stack("flat", i))
 
     def _costly_first(self) -> list[tuple[int, BoundSlice]]:
         """The slices that are preconditioned. What takes long comes first."""
-        return sorted(
-            ((i, piece) for i, piece in enumerate(self.slices) if piece.key.modes), key=lambda item: -item[1].flops
-        )
+        return sorted(((i, piece) for i, piece in enumerate(self.slices) if piece.key.modes), key=lambda item: -item[1].flops)
 
 
 def _stacked(stacks: Sequence[Tensor | None]) -> Sources:

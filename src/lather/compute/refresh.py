@@ -13,17 +13,7 @@ from torch import Tensor
 from .. import roots
 from ..linalg import per_slot, positions, power, symmetrize
 from ..methods import Context, Kronecker, State
-from ..methods.shampoo import (
-    diagonal_of,
-    factor_correction,
-    factors_of,
-    index_of,
-    is_full,
-    modes_of,
-    refreshed,
-    ridge_of,
-    write,
-)
+from ..methods.shampoo import diagonal_of, factor_correction, factors_of, index_of, is_full, modes_of, refreshed, ridge_of, write
 from .background import Background
 from .graphs import side_by_side
 
@@ -56,9 +46,7 @@ def refresh(method: Kronecker, due: Sequence[Due], background: Background | None
     for parts, exact in ((easy, False), (hard, True)):
         jobs = [replace(job, slots=slots) for job, slots in zip(due, parts, strict=True) if slots]
         counts, left = [job.failed for job in jobs], [set(job.slots) for job in jobs]
-        batches = (
-            Batch(method, batch, exact) for batch in cut_into_batches(jobs)
-        )  # made one at a time, for their memory
+        batches = (Batch(method, batch, exact) for batch in cut_into_batches(jobs))  # made one at a time, for their memory
         if background is None:
             for batch in batches:
                 _do(batch, counts, left)
@@ -78,11 +66,7 @@ def _do(batch: Batch, counts: Sequence[Tensor], left: Sequence[set[int]]) -> Non
 
 
 def _hand_over(
-    batches: Iterable[Batch],
-    background: Background,
-    counts: Sequence[Tensor],
-    left: Sequence[set[int]],
-    threaded: bool,
+    batches: Iterable[Batch], background: Background, counts: Sequence[Tensor], left: Sequence[set[int]], threaded: bool
 ) -> None:
     for batch in batches:
         background.start(partial(_do, batch, counts, left), [*batch.reads, *counts], threaded)
@@ -138,8 +122,7 @@ class Batch:
         self._method, self._jobs, self._exact = method, jobs, exact
         self._indices = [index_of(job.slots, job.ctx.alive.device) for job in jobs.values()]
         self._sides = [
-            [_Side(i, job, index) for i in modes_of(job.state)]
-            for job, index in zip(jobs.values(), self._indices, strict=True)
+            [_Side(i, job, index) for i in modes_of(job.state)] for job, index in zip(jobs.values(), self._indices, strict=True)
         ]
         self._alive = [job.ctx.alive[index] > 0 for job, index in zip(jobs.values(), self._indices, strict=True)]
         touched = [tensor for job in jobs.values() for tensor in job.state.values()]
@@ -159,9 +142,7 @@ class Batch:
         side_by_side([partial(_solve, self._method, sides, self._exact) for sides in largest_first])
         return [
             (number, job.slots, _put(self._method, job, index, alive, sides))
-            for (number, job), index, alive, sides in zip(
-                self._jobs.items(), self._indices, self._alive, self._sides, strict=True
-            )
+            for (number, job), index, alive, sides in zip(self._jobs.items(), self._indices, self._alive, self._sides, strict=True)
         ]
 
 

@@ -106,9 +106,7 @@ class BankSlice:
         return self.key, self.start
 
     def bound(self, bank: Bank, tensor_indices: Sequence[int] = (), windows: Sequence[Window] = ()) -> BoundSlice:
-        return BoundSlice(
-            self.key, self.start, self.stop, bank, tensor_indices, windows, custom_factors=self.custom_factors
-        )
+        return BoundSlice(self.key, self.start, self.stop, bank, tensor_indices, windows, custom_factors=self.custom_factors)
 
     @property
     def n(self) -> int:

@@ -70,9 +70,7 @@ class Tables:
         cut = _cut(_block_rows(parts, halves), [window.alignment() for part in parts for window in part.windows])
         tiles = cut.tiles.to(device)
         self.ranges = [
-            TileRange(a, tiles[a:b], alignment)
-            for (a, b), alignment in zip(pairwise(cut.bounds), ORDER, strict=True)
-            if b > a
+            TileRange(a, tiles[a:b], alignment) for (a, b), alignment in zip(pairwise(cut.bounds), ORDER, strict=True) if b > a
         ]
         roots = torch.tensor([address for part in parts for address in _roots(part, self._one)], device="cpu")
         slots = SlotTable(first_tile=cut.first_tile, num_tiles=cut.num_tiles, root_address=roots)
@@ -161,9 +159,7 @@ def _block_rows(parts: Sequence[BoundSlice], halves: Tensor) -> list[Tile]:
     for begin in _beginnings(parts, halves):
         part = begin.part
         filter_, moment = (part.state[role].data_ptr() if role in part.state else 0 for role in ("m", "v"))
-        columns, padded, third = (
-            (part.shape[1], part.half_shape[2], part.third_size) if part.kernel_factors else (1, 1, 1)
-        )
+        columns, padded, third = (part.shape[1], part.half_shape[2], part.third_size) if part.kernel_factors else (1, 1, 1)
         for i, (tensor, window) in enumerate(zip(part.tensor_indices, part.windows, strict=True)):
             (_, middle_size, inner_size), (outer_stride, middle_stride, inner_stride) = window.in_three_dims()
             rows.append(

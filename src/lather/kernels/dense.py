@@ -85,9 +85,7 @@ def _lower(tile):
 
 
 @triton.jit
-def symmetric(
-    x, y, add, out, d, size, tiles, alpha, beta, diagonal, ADD: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr
-):
+def symmetric(x, y, add, out, d, size, tiles, alpha, beta, diagonal, ADD: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr):
     """``alpha x y + beta add + diagonal I`` for commuting symmetric stacks in halves ``[n, 2, d, d]``. ``d`` is a multiple of SIDE.
 
     Only the tiles of the lower triangle are computed; the others are mirror images. Each takes three products of halves: the

@@ -313,10 +313,7 @@ def gram(
     job = jobs + tl.program_id(0) * JOB_WIDTH
     slot = tl.load(job + JOB_SLOT)
     g = tl.load(job + JOB_HALF_ADDRESS).to(tl.pointer_type(tl.float16))
-    stride, depth = (
-        tl.multiple_of(tl.load(job + JOB_ROW_STRIDE).to(tl.int32), 64),
-        tl.load(job + JOB_DEPTH).to(tl.int32),
-    )
+    stride, depth = (tl.multiple_of(tl.load(job + JOB_ROW_STRIDE).to(tl.int32), 64), tl.load(job + JOB_DEPTH).to(tl.int32))
     side = tl.load(job + JOB_SIDE).to(tl.int32)
     if EVEN:
         side = tl.multiple_of(side, 16)

@@ -1,4 +1,4 @@
-"""Methods on stacks of blocks. To add one: a file, and its class in ``METHODS``."""
+"""Methods on stacks of blocks. To add one: a file, and its class in ``METHODS``; outside of the package, :func:`register`."""
 
 from .base import FULL, Context, Hyper, Method, Stack, State, Transform
 from .filter import FILTER_ROLES, FILTER_SUMS, filter_correction, filter_gradient, init_filter
@@ -9,6 +9,18 @@ from .soap import Soap
 from .spectral import Spectral
 
 METHODS: dict[str, Method] = {method.name: method for method in (Shampoo(), Soap(), KL(), Spectral())}
+
+
+def register(method: Method) -> None:
+    """Make a method a value of ``preconditioner``. Plans, reports, checkpoints and error messages then know it too."""
+    known = METHODS.get(method.name, method)
+    if type(known) is not type(method):
+        raise ValueError(
+            f"the method {type(method).__name__} has the name {method.name!r}, which is that of {type(known).__name__}; give it "
+            "another name"
+        )
+    METHODS[method.name] = method
+
 
 __all__ = [
     "FILTER_ROLES",
@@ -27,4 +39,5 @@ __all__ = [
     "filter_correction",
     "filter_gradient",
     "init_filter",
+    "register",
 ]

@@ -93,23 +93,19 @@ class Transform(ABC):
 class Method(Transform):
     """A way to precondition blocks, with everything that the rest of the library has to know about it.
 
-    A subclass is final and registered in ``METHODS``. Its class variables are its facts.
+    A subclass is final and registered (``lather.methods.register``). Its class variables are its facts.
     """
 
     name: ClassVar[str]  # the value of the option `preconditioner`
     text: ClassVar[str]  # what it does, for the table of options
     aliases: ClassVar[tuple[str, ...]] = ()  # what other libraries call it
     default_eps: ClassVar[float] = 1e-12
-    reads: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # options that mean something to some methods only, this one among them
+    reads: ClassVar[frozenset[str]] = frozenset()  # options that mean something to some methods only, this one among them
     elementwise: ClassVar[str | None] = None  # the graft of parameters without factors, where the user set none
     refreshes: ClassVar[bool] = False  # whether a part of it is recomputed only now and then
     waits: ClassVar[bool] = False  # whether it can be applied only after its first refresh
     follows: ClassVar[bool] = False  # whether it takes the gradient in again after a refresh
-    kernels: ClassVar[str] = (
-        "none"  # what kernels do of it: "none"; "graft", all but its own mathematics; "factors" too
-    )
+    kernels: ClassVar[str] = "none"  # what kernels do of it: "none"; "graft", all but its own mathematics; "factors" too
 
     def follow(self, state: State, grad: Tensor, ctx: Context) -> None:
         """Take in a gradient after the refresh of the step, in place."""

@@ -14,9 +14,7 @@ from .base import Context, Hyper, Stack, State, Transform
 class Graft(Transform):
     """An elementwise method. Its direction is ``u / (sqrt(V) + graft_eps)`` if it has a second moment ``V``, else ``u``."""
 
-    reads: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # options that mean something to some grafts only, this one among them
+    reads: ClassVar[frozenset[str]] = frozenset()  # options that mean something to some grafts only, this one among them
 
     @abstractmethod
     def rates(self, hyper: Hyper) -> tuple[float, float] | None:
@@ -95,10 +93,11 @@ class Adam(_Average):
         return bias_correction(ctx.steps, ctx.hyper.graft_beta2, ctx.alive)
 
 
+SGD = Sgd()
 GRAFTS: dict[str | None, Graft] = {
     "adam": Adam(),
     "rmsprop": RmsProp(),
     "adagrad": Adagrad(),
-    "sgd": Sgd(),
-    None: Sgd(),  # without a graft, elementwise parameters follow the filtered gradient
+    "sgd": SGD,
+    None: SGD,  # without a graft, elementwise parameters follow the filtered gradient
 }

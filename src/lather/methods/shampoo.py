@@ -129,9 +129,7 @@ class Kronecker(Method):
 
     # A refresh. What is due is collected, and solved by size, in compute/refresh.py.
 
-    def solve(
-        self, solver: roots.RootSolver, a: Tensor, e: float, hyper: Hyper, warm: State, exact: bool
-    ) -> tuple[State, Tensor]:
+    def solve(self, solver: roots.RootSolver, a: Tensor, e: float, hyper: Hyper, warm: State, exact: bool) -> tuple[State, Tensor]:
         """What a refresh makes of factors ``a [n, d, d]``, by role without the mode; and ``[n]``, whether it succeeded.
 
         ``warm`` is what the solver kept. ``exact`` asks for the slowest and surest way.

@@ -78,9 +78,7 @@ class Soap(Kronecker):
         name = roots.spell(self.solver(hyper, device, len(shape)))
         return tuple(name if mode == FULL else "identity" for mode in modes)
 
-    def solve(
-        self, solver: roots.RootSolver, a: Tensor, e: float, hyper: Hyper, warm: State, exact: bool
-    ) -> tuple[State, Tensor]:
+    def solve(self, solver: roots.RootSolver, a: Tensor, e: float, hyper: Hyper, warm: State, exact: bool) -> tuple[State, Tensor]:
         basis = roots.rescue_basis(a) if exact else roots.solve_basis(solver, a, warm)
         axes = roots.first_basis(1, a.shape[-1], a.dtype, a.device)["Q"]
         seen = per_slot(a.flatten(1).any(1), a)  # any basis is one of a zero factor
@@ -129,9 +127,7 @@ def bases(state: State, like: Tensor) -> list[Tensor | None]:
 
 def squared_cosines(old: Tensor, new: Tensor) -> Tensor:
     """``[n, d, d]``: of every column of ``new [n, d, d]`` with every column of ``old``."""
-    new, old = (
-        q / torch.linalg.vector_norm(q, dim=1, keepdim=True) for q in (new, old)
-    )  # they were rounded to a coarse dtype
+    new, old = (q / torch.linalg.vector_norm(q, dim=1, keepdim=True) for q in (new, old))  # they were rounded to a coarse dtype
     return product(new.mT, old).square()
 
 

@@ -129,14 +129,7 @@ def cut(param: int, shape: Sequence[int], geometry: Geometry, *, preconditioned:
     cuts = [[(0, size)] if flag else pieces(size, limit) for size, flag in zip(sizes, diagonal, strict=True)]
     boxes = product(*([(i, i + 1) for i in range(n)] for n in batch), *cuts)
     return [
-        Block(
-            param,
-            index,
-            _unmerge(box, batch, rest, groups),
-            tuple(b - a for a, b in box[len(batch) :]),
-            modes,
-            "kronecker",
-        )
+        Block(param, index, _unmerge(box, batch, rest, groups), tuple(b - a for a, b in box[len(batch) :]), modes, "kronecker")
         for index, box in enumerate(boxes)
     ]
 

@@ -118,9 +118,7 @@ def _stored(layout: Layout, shape: Shape, place: int) -> Region:
     return Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
 
 
-def _meeting(
-    layout: Layout, order: Sequence[int], bounds: list[tuple[int, int]], region: Region, cell: int
-) -> Iterator[int]:
+def _meeting(layout: Layout, order: Sequence[int], bounds: list[tuple[int, int]], region: Region, cell: int) -> Iterator[int]:
     """The cells that meet a region, axis by axis; ``cell`` has the coordinates of the axes before."""
     if not order:
         yield cell
@@ -140,9 +138,7 @@ def _meeting(
         yield from _meeting(layout, order[1:], inner, region, cell + i * stride)
 
 
-def team_of(
-    ranks: Sequence[int], layout: Layout, trainers: int | None, rank: int, name: str
-) -> tuple[tuple[int, ...], Layout]:
+def team_of(ranks: Sequence[int], layout: Layout, trainers: int | None, rank: int, name: str) -> tuple[tuple[int, ...], Layout]:
     """The ranks that share the work on a parameter with ``rank``, ascending, and its layout over them.
 
     ``trainers`` ranks share it, and every other so many repeat it; by default all that store the parameter.

@@ -185,10 +185,7 @@ def make_plan(
     keys = [_key(block, specs[block.param], transports[block.param]) for block in blocks]
     if stages > 1:
         numbers = _stages(blocks, chosen, keys, stages)
-        keys = [
-            replace(key, transport=replace(key.transport, stage=stage))
-            for key, stage in zip(keys, numbers, strict=True)
-        ]
+        keys = [replace(key, transport=replace(key.transport, stage=stage)) for key, stage in zip(keys, numbers, strict=True)]
     ranks = tuple(tuple(team) for team in teams)
     return Plan(tuple(specs), tuple(settings), ranks, tuple(blocks), tuple(chosen), tuple(keys))
 
@@ -218,8 +215,7 @@ def _cut(index: int, spec: Spec, settings: Settings) -> list[tuple[Block, tuple[
     geometry, on = settings.geometry, settings.method is not None
     if geometry.batch_dims > len(spec.shape):
         raise ValueError(
-            f"batch_dims={geometry.batch_dims} but parameter {spec.name} has shape {spec.shape}; put it in a param group of "
-            "its own"
+            f"batch_dims={geometry.batch_dims} but parameter {spec.name} has shape {spec.shape}; put it in a param group of its own"
         )
     whole = not geometry.local or spec.layout.replicated
     parts = _parts(spec, settings)
@@ -257,9 +253,7 @@ def _parts(spec: Spec, settings: Settings) -> list[Region]:
         )
     starts = accumulate(sizes, initial=0)
     slabs = [Region.whole((*shape[:dim], size, *shape[dim + 1 :])) for size in sizes]
-    return [
-        slab.moved(start * (d == dim) for d in range(len(shape))) for slab, start in zip(slabs, starts, strict=False)
-    ]
+    return [slab.moved(start * (d == dim) for d in range(len(shape))) for slab, start in zip(slabs, starts, strict=False)]
 
 
 def _owners(

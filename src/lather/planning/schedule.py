@@ -43,11 +43,7 @@ def due_slots(
     t = steps[slots[0]]
     if offsets is None and steps.count(t) == len(steps) and not is_due(t - delay, settings):
         return []
-    return [
-        slot
-        for slot in slots
-        if active[slot] and is_due(steps[slot] - delay, settings, offsets[slot] if offsets else None)
-    ]
+    return [slot for slot in slots if active[slot] and is_due(steps[slot] - delay, settings, offsets[slot] if offsets else None)]
 
 
 def started_slots(steps: Sequence[int], settings: Settings) -> list[bool]:

@@ -14,20 +14,10 @@ from ..roots import NewtonSchulz
 from ..routing import is_kind, route
 from .from_torch import REFUSED, SAME_RESULT, carry, made, number
 
-MUON = (
-    "momentum",
-    "nesterov",
-    "ns_coefficients",
-    "eps",
-    "ns_steps",
-    "adjust_lr_fn",
-)  # arguments that mean something else here
+MUON = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")  # arguments that mean something else here
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}  # of torch
 # AdamW beside Muon: what that changes has its default again.
-BESIDE = {
-    name: OPTIONS[name].default
-    for name in ("beta3", "bias_correction", "max_preconditioner_dim", "polar", "polar_scale")
-}
+BESIDE = {name: OPTIONS[name].default for name in ("beta3", "bias_correction", "max_preconditioner_dim", "polar", "polar_scale")}
 
 
 def muon(
@@ -92,9 +82,7 @@ def _muon(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"adjust_lr_fn={scale!r} is not valid: it must be None, 'original' or 'match_rms_adamw'")
     graft = given.get("graft")
     if graft is not None and scale is not None:
-        raise ValueError(
-            f"adjust_lr_fn={scale!r} has no effect with graft={graft!r}, whose lengths directions have; leave one out"
-        )
+        raise ValueError(f"adjust_lr_fn={scale!r} has no effect with graft={graft!r}, whose lengths directions have; leave one out")
     recipe = {
         "preconditioner": "spectral",
         "graft": None,
@@ -173,7 +161,5 @@ def _checked(adamw: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"adamw={adamw!r} must be a mapping such as {{'lr': 3e-4, 'betas': (0.9, 0.95)}}")
     for name in adamw:
         if name not in known:
-            raise ValueError(
-                f"adamw has the unknown option {name!r}; it has those of AdamW, {', '.join(ADAMW)}, and of Shampoo"
-            )
+            raise ValueError(f"adamw has the unknown option {name!r}; it has those of AdamW, {', '.join(ADAMW)}, and of Shampoo")
     return dict(adamw)

@@ -63,9 +63,7 @@ def soap(
 def _carry(given: Mapping[str, Any]) -> dict[str, Any]:
     """As :func:`~lather.presets.from_torch.carry`, for the arguments of SOAP."""
     if given.get("shampoo_beta", -1) >= 0:
-        raise ValueError(
-            f"shampoo_beta={given['shampoo_beta']!r} is not supported: betas[1] averages factors too; leave it out"
-        )
+        raise ValueError(f"shampoo_beta={given['shampoo_beta']!r} is not supported: betas[1] averages factors too; leave it out")
     if given.get("normalize_grads"):
         raise ValueError("normalize_grads=True is not supported: gradients are taken as they are; leave it out")
     if given.get("data_format", "channels_first") != "channels_first":

@@ -82,9 +82,7 @@ def _llama_layer(name: str, width: int, kv_width: int, mlp: int) -> Shapes:
     }
 
 
-def llama(
-    layers: int, width: int, mlp: int, heads: int = 32, kv_heads: int = 8, vocab: int = 128256, tied: bool = False
-) -> Shapes:
+def llama(layers: int, width: int, mlp: int, heads: int = 32, kv_heads: int = 8, vocab: int = 128256, tied: bool = False) -> Shapes:
     """A Llama: no biases, separate q, k and v, ``heads / kv_heads`` query heads to a key head, a gated MLP.
 
     >>> llama(layers=1, width=64, mlp=96, heads=4, kv_heads=2, vocab=10)["h.0.attn.k.weight"]

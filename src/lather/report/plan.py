@@ -99,9 +99,7 @@ class PlanReport:
         lines += [*table(("bank", "slots", "block", "solver", "state"), map(_bank_cells, self.banks)), ""]
         lines += ["state: " + ", ".join(f"{kind} {bytes_text(size)}" for kind, size in self.memory.items())]
         lines += [f"scratch: {bytes_text(self.scratch_bytes)} kept between steps, shared by all banks"]
-        lines += [
-            f"work: {flops_text(self.step_flops)} per step, {flops_text(self.refresh_flops)} per refresh of all roots"
-        ]
+        lines += [f"work: {flops_text(self.step_flops)} per step, {flops_text(self.refresh_flops)} per refresh of all roots"]
         lines += [_team_line(team) for team in self.teams if team.trainers > 1]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
@@ -129,9 +127,7 @@ def plan(
     1.0
     """
     if not isinstance(shapes, Mapping):
-        raise ValueError(
-            f"shapes must map names to shapes, such as {{'weight': (64, 32)}}, not {type(shapes).__name__}"
-        )
+        raise ValueError(f"shapes must map names to shapes, such as {{'weight': (64, 32)}}, not {type(shapes).__name__}")
     for name, shape in shapes.items():
         if not isinstance(shape, Sequence) or any(not isinstance(d, int) or d < 0 for d in shape):
             raise ValueError(f"the shape of {name!r} is {shape!r}; it must be a tuple of whole numbers of at least 0")
@@ -242,10 +238,7 @@ def scale_table(rows: Mapping[int, RankReport]) -> str:
     ]
     lines = table(head, cells)
     if any(row.padding > WASTE for row in rows.values()):
-        lines += [
-            "",
-            "Much of this is padding: let fewer ranks share the work (--group, num_trainers_per_group).",
-        ]
+        lines += ["", "Much of this is padding: let fewer ranks share the work (--group, num_trainers_per_group)."]
     return "\n".join(lines)
 
 

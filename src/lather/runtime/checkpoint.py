@@ -54,9 +54,7 @@ def expected_shapes(plan: Plan, banks: Mapping[BankKey, Sequence[int]]) -> list[
     return shapes
 
 
-Upgrade = Callable[
-    [dict[str, Any], list[dict[str, Any]]], None
-]  # of the state by parameter and the param groups, in place
+Upgrade = Callable[[dict[str, Any], list[dict[str, Any]]], None]  # of the state by parameter and the param groups, in place
 UPGRADES: tuple[Upgrade, ...] = ()  # from version 1 to 2, from 2 to 3, ...
 VERSION = 1 + len(UPGRADES)
 VERSION_KEY = "lather_version"
@@ -189,9 +187,7 @@ def collect(
                     if rank == to and stack is not None:
                         for number, value in zip(numbers, stack.cpu(), strict=True):
                             block = plan.blocks[number]
-                            found[block.param][key(role, block.index)] = (
-                                value.clone()
-                            )  # a view would drag its bank along
+                            found[block.param][key(role, block.index)] = value.clone()  # a view would drag its bank along
     if rank == to:
         return found
     return [{k: view for k, view in entry.items() if not is_dtensor(view)} for entry in views]
@@ -203,9 +199,7 @@ def _whole(view: Tensor, keep: bool) -> Tensor | None:
     return full.detach().cpu().clone() if keep else None
 
 
-def _forward(
-    stack: Tensor | None, shape: Shape, dtype: torch.dtype, comm: Comm, source: int, target: int
-) -> Tensor | None:
+def _forward(stack: Tensor | None, shape: Shape, dtype: torch.dtype, comm: Comm, source: int, target: int) -> Tensor | None:
     """Send a stack from one place to another; the one that has it gives it, the other gets it."""
     if stack is not None:
         comm.send(stack.contiguous().to(comm.device), target)

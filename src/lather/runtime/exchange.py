@@ -40,9 +40,7 @@ def rounded(p: Tensor, wire: str) -> Tensor:
 class Collective:
     """One collective of every step: what is sent, what is received, and the work under way."""
 
-    def __init__(
-        self, messages: tuple[Messages, Messages], wire: str, sent: Tensor, received: Tensor, comm: Comm, gather: bool
-    ):
+    def __init__(self, messages: tuple[Messages, Messages], wire: str, sent: Tensor, received: Tensor, comm: Comm, gather: bool):
         """``sent`` and ``received`` are bytes, at least as many as the messages have."""
         self.outgoing, self.incoming = messages
         self._comm, self._gather = comm, gather

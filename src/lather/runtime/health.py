@@ -71,9 +71,7 @@ class Health:
             if alone and failed > settings.max_failed_refreshes:
                 raise RuntimeError(_failure(bank, slot, name, failed, settings, lost(run.banks)))
             if failed:
-                self._warn(
-                    f"the root of block {block.index} of parameter {name} could not be refreshed; its last one is kept"
-                )
+                self._warn(f"the root of block {block.index} of parameter {name} could not be refreshed; its last one is kept")
             if skipped:
                 self._warn(f"parameter {name} had a gradient with NaN or Inf; the blocks concerned were not updated")
 

@@ -18,9 +18,7 @@ Ranks = tuple[int, ...]
 class Comm:
     """The process group of a team. It is found or made on the first use, which all its ranks come to together."""
 
-    def __init__(
-        self, ranks: Sequence[int], device: torch.device, known: Sequence[Any] = (), together: bool = False
-    ) -> None:
+    def __init__(self, ranks: Sequence[int], device: torch.device, known: Sequence[Any] = (), together: bool = False) -> None:
         """``together``: all ranks of the world come to the first use, each for its own equal part of consecutive ranks."""
         self.ranks = tuple(ranks)
         self.together = together
@@ -146,9 +144,7 @@ class Peers:
 def _find_group(ranks: Ranks, known: Sequence[Any], together: bool) -> Any:
     """A group that is there already, if one has these ranks; else a new one."""
     if not dist.is_initialized():
-        raise RuntimeError(
-            f"the parameters are spread over ranks {_some(ranks)} but there is no process group any more"
-        )
+        raise RuntimeError(f"the parameters are spread over ranks {_some(ranks)} but there is no process group any more")
     everyone = dist.group.WORLD
     for group in (*known, everyone):  # a group that was given has its reasons
         if group is not None and tuple(dist.get_process_group_ranks(group)) == ranks:

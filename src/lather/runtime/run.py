@@ -63,9 +63,7 @@ class Run:
             grads[i] = local_gradient(grad, p, self.name_of(i)) if self.sharded[i] else grad
         return grads
 
-    def begin(
-        self, grads: Mapping[int, Tensor], settings: Sequence[Settings], rates: Sequence[Rate], groups: Groups
-    ) -> Step:
+    def begin(self, grads: Mapping[int, Tensor], settings: Sequence[Settings], rates: Sequence[Rate], groups: Groups) -> Step:
         """Count a step for the parameters that have these gradients, and say what units need to know of it."""
         for i in grads:
             self.steps[i] += 1
@@ -188,9 +186,7 @@ def make_run(
     return run
 
 
-def _make_views(
-    plan: Plan, params: Sequence[Tensor], banks: Sequence[Bank], groups: Groups
-) -> tuple[list[Views], Tensor]:
+def _make_views(plan: Plan, params: Sequence[Tensor], banks: Sequence[Bank], groups: Groups) -> tuple[list[Views], Tensor]:
     """The state of every parameter, flat, of tensors only; and the tensor that all their steps are part of."""
     counter = torch.zeros(len(params), dtype=torch.float32, device="cpu")
     views = [{"step": step} for step in counter.unbind()]

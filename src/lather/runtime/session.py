@@ -36,12 +36,7 @@ class Session:
     """
 
     def __init__(self, process_group: Any, trainers: int | None, stages: int, check_ranks: bool) -> None:
-        self.process_group, self.trainers, self._stages, self._check_ranks = (
-            process_group,
-            trainers,
-            stages,
-            check_ranks,
-        )
+        self.process_group, self.trainers, self._stages, self._check_ranks = (process_group, trainers, stages, check_ranks)
         self._structure: list[tuple[Any, ...]] = []  # options that may not change any more, by param group
         self._owners: dict[tuple[int, int, int], int] = {}  # place, by param group, position in it, block
         self._began: Ranks = ()  # the world in which they were chosen
@@ -165,8 +160,7 @@ class Session:
     def _sign(self, trainable: Iterable[Item], world: Ranks) -> Any:
         """Everything that plan, banks and state depend on."""
         params = [
-            (id(p), p.device, p.dtype, grad_dtype(p), p.shape, p.stride(), p.is_cuda and is_regular(p))
-            for *_, p in trainable
+            (id(p), p.device, p.dtype, grad_dtype(p), p.shape, p.stride(), p.is_cuda and is_regular(p)) for *_, p in trainable
         ]
         return params, [settings.signature for settings in self.settings], world
 
@@ -193,8 +187,7 @@ class Session:
         self.run.averages.publish(state)
         self._health.keep(self.run.banks)
         self._owners = {
-            (*trainable[block.param][:2], block.index): place
-            for block, place in zip(plan.blocks, plan.owners, strict=True)
+            (*trainable[block.param][:2], block.index): place for block, place in zip(plan.blocks, plan.owners, strict=True)
         }
         self._began, self._structure = world, structure
         self._signature = self._sign(trainable, world)
@@ -219,20 +212,14 @@ class Session:
 
     def _trainable(self, groups: Groups, state: Mapping[Tensor, Any]) -> list[Item]:
         """Parameters that may get a gradient, or have had one: state that is there is kept when a parameter is frozen."""
-        return [
-            item
-            for item in stored_items(groups)
-            if item[-1].requires_grad or item[-1].grad is not None or item[-1] in state
-        ]
+        return [item for item in stored_items(groups) if item[-1].requires_grad or item[-1].grad is not None or item[-1] in state]
 
     # Modes.
 
     def switch(self, groups: Groups, state: State, *, train: bool) -> None:
         """Let parameters that are averaged hold the points at which gradients are taken, or their average."""
         numbers = [
-            g
-            for g, group in enumerate(groups)
-            if group["averaging"] is not None and averaging.is_training(group) is not train
+            g for g, group in enumerate(groups) if group["averaging"] is not None and averaging.is_training(group) is not train
         ]
         if numbers:
             self.prepare(groups, state, thorough=True)

@@ -252,9 +252,7 @@ class UnitPlan:
         starts = [(part, 0) for part in self.by_torch]
         for parts in self.by_kernels:
             starts += zip(parts, accumulate((part.flat_numel for part in parts), initial=0), strict=False)
-        return {
-            part.id: scratch.take(self._stack_key(part.key), part.n, *part.shape, start=start) for part, start in starts
-        }
+        return {part.id: scratch.take(self._stack_key(part.key), part.n, *part.shape, start=start) for part, start in starts}
 
     def _executors(self, banks: Mapping[BankKey, Bank], scratch: Scratch) -> Iterator[Executor[Any]]:
         cuda = scratch.devices[self.transport.device].type == "cuda"
@@ -281,8 +279,7 @@ class UnitPlan:
         parts = []
         for at, (part, some) in enumerate(zip(slices, numbers, strict=True)):
             windows = [
-                self._window(i) if in_place else Window(slot * part.numel, (part.numel,), (1,))
-                for slot, i in enumerate(some)
+                self._window(i) if in_place else Window(slot * part.numel, (part.numel,), (1,)) for slot, i in enumerate(some)
             ]
             tensors = [position[self.plan.blocks[i].param] if in_place else at for i in some]
             found = [at for at in windows if at is not None]

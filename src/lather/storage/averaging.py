@@ -37,9 +37,7 @@ Views = dict[str, Tensor]
 class Averages:
     """All parameters of a run that are averaged: how much of a step goes into the average, and what parameters hold."""
 
-    def __init__(
-        self, groups: Sequence[int], settings: Sequence[Settings], params: Sequence[Tensor], views: Sequence[Views]
-    ):
+    def __init__(self, groups: Sequence[int], settings: Sequence[Settings], params: Sequence[Tensor], views: Sequence[Views]):
         """``groups`` has the param group of every parameter; ``views`` its state, to which ``weight_sum`` is added."""
         self._settings, self._params, self._views = settings, params, views
         self.members: dict[int, list[int]] = {}  # by param group

@@ -110,6 +110,7 @@ class FlatBuffer:
         self._slots = [(grid, grid.of_flat(flat)) for grid in grids]
         self._bound: Tensors | None = None
         self._views: list[Tensor] = []  # of the tensors that are bound, one for each slot
+        self._are_whole = True  # whether these are the tensors themselves
 
     def load(self, tensors: Tensors) -> Tensor:
         """Fill in the tensors that are there. What is not there keeps whatever it held."""
@@ -125,9 +126,11 @@ class FlatBuffer:
                 slot.zero_()
 
     def bind(self, tensors: Tensors) -> Tensor:
-        """As :meth:`load`, for tensors that stay where they are: views are made once."""
+        """As :meth:`load`, for tensors that :meth:`save` writes to, and that stay where they are."""
         if self._bound is not tensors:
             self._bound, self._views = tensors, _views_of(self._slots, tensors)
+            pairs = zip(self._views, self._slots, strict=True)
+            self._are_whole = all(view is tensors[grid.key] for view, (grid, _) in pairs)
         torch._foreach_copy_([slot for _, slot in self._slots], self._views)
         return self.flat
 
@@ -137,6 +140,8 @@ class FlatBuffer:
         some = [(view, slot) for view, (grid, slot) in pairs if only is None or grid.key in only]
         if some:
             torch._foreach_copy_([view for view, _ in some], [slot for _, slot in some])
+        if not self._are_whole:  # views hold memory, which the user may want to let go of between steps
+            self._bound, self._views = None, []
 
 
 def _views_of(slots: Sequence[tuple[Grid, Tensor]], tensors: Tensors) -> list[Tensor]:
@@ -168,7 +173,7 @@ class Pieces:
     def read(self, step: Step) -> Tensor:
         """The gradients as the mathematics sees them: flat, in the order of the span."""
         settings, grads, buffers = step.settings[self.group], step.grads, self._buffers
-        w = buffers["params"].bind(step.stored.params) if settings.decay_mode == "l2" and "params" in buffers else None
+        w = buffers["params"].load(step.stored.params) if settings.decay_mode == "l2" and "params" in buffers else None
         flat = buffers["grads"].load(grads)
         if self._messages is not None and not step.even:
             buffers["grads"].clear(grads)

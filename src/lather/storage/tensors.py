@@ -85,9 +85,7 @@ def local_gradient(grad: Tensor, param: Tensor, name: str) -> Tensor:
     A gradient that lies otherwise than its parameter, such as one with partial sums, is redistributed first.
     """
     if is_dtensor(param) and not is_dtensor(grad):
-        raise TypeError(
-            f"parameter {name} is a DTensor but its gradient is a plain tensor; wrap it with DTensor.from_local"
-        )
+        raise TypeError(f"parameter {name} is a DTensor but its gradient is a plain tensor; wrap it with DTensor.from_local")
     if is_dtensor(param) and cast(Any, grad).placements != cast(Any, param).placements:
         grad = cast(Any, grad).redistribute(placements=cast(Any, param).placements)
     return local(grad)
