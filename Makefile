@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test coverage bench results clean
+.PHONY: setup demo test test-scripts coverage bench results clean
 
 setup: .venv/.installed
 
@@ -20,6 +20,10 @@ test: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(PYTEST)
+
+# Tests of benchmarks, experiments and their reports.
+test-scripts: setup
+	$(PYTEST) -m scripts tests/scripts
 
 # The same tests with their lines counted, which takes half as long again.
 coverage: setup

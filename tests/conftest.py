@@ -18,7 +18,7 @@ def _seed() -> None:
 
 
 LONG = ("tests/test_kernels.py", "tests/test_examples.py", "tests/distributed/test_checkpoint.py")
-LONG += ("tests/distributed/test_equal.py", "tests/test_benchmarks.py", "tests/test_experiments.py")
+LONG += ("tests/distributed/test_equal.py", "tests/scripts/test_benchmarks.py", "tests/scripts/test_experiments.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

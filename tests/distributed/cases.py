@@ -230,14 +230,17 @@ class Run:
     def advance(self, first: int, last: int) -> Run:
         """Take the steps from ``first`` to ``last``, at a learning rate that rises and falls."""
         for step in range(first, last + 1):
-            for group in self.opt.param_groups:
-                group["lr"] = 0.05 / (1 + 0.3 * abs(step - 6))
+            self.set_rates(step)
             self.set_grads(step)
             self.opt.train()
             self.opt.step()
             if self.case.evaluated and step % 2 == 0:
                 self.opt.eval()
         return self
+
+    def set_rates(self, step: int) -> None:
+        for group in self.opt.param_groups:
+            group["lr"] = 0.05 / (1 + 0.3 * abs(step - 6))
 
     def set_grads(self, step: int) -> None:
         for number, (name, p) in enumerate(self.model.named_parameters()):

@@ -53,9 +53,7 @@ def save(layout: str, case: Case, path: Path, way: Way) -> Stored:
     if way.background:
         # Its own group: its messages must not meet those of the steps below.
         group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        saved = dcp.async_save(
-            contents(run, way), checkpoint_id=path, process_group=group, no_dist=not dist.is_initialized()
-        )
+        saved = dcp.async_save(contents(run, way), checkpoint_id=path, process_group=group, no_dist=not dist.is_initialized())
         run.advance(MIDDLE + 1, case.steps)
         saved.result()
     else:
@@ -86,9 +84,7 @@ def consolidate(layout: str, case: Case, path: Path, to: int = 0) -> Stored:
         check_plain(state)
         torch.save({"model": model, "opt": state}, path)
     run.advance(MIDDLE + 1, case.steps)
-    assert all(entry["step"] > MIDDLE for entry in run.opt.state_dict()["state"].values()), (
-        "the gathered state is stale"
-    )
+    assert all(entry["step"] > MIDDLE for entry in run.opt.state_dict()["state"].values()), "the gathered state is stale"
     return run.stored()
 
 

@@ -19,13 +19,7 @@ from .saving import Way
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::FutureWarning:torch")
 
 CASE = Case(
-    {
-        "momentum": 0.9,
-        "nesterov": True,
-        "weight_decay": 0.1,
-        "weight_decay_mode": "corrected",
-        "refresh": "staggered",
-    },
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "weight_decay_mode": "corrected", "refresh": "staggered"},
     gaps=True,
     groups=True,
     steps=16,
@@ -42,9 +36,7 @@ KINDS = (
 )
 # From every kind of layout to every kind, with every layout on both sides; ranks become more, fewer and stay as many.
 PAIRS = [
-    (source[j % len(source)], target[(i + 1) % len(target)])
-    for i, source in enumerate(KINDS)
-    for j, target in enumerate(KINDS)
+    (source[j % len(source)], target[(i + 1) % len(target)]) for i, source in enumerate(KINDS) for j, target in enumerate(KINDS)
 ]
 PAIRS += [("ddp2", "ddp3"), ("fsdp2", "fsdp3"), ("fsdp3", "fsdp3"), ("fsdp_sub22", "fsdp2"), ("hsdp22", "fsdp_sub22")]
 FEW = [("ddp2", "fsdp4"), ("fsdp3", "one"), ("one", "ddp3"), ("hsdp22", "tp1x2"), ("fsdp_tp22", "mixed2")]
@@ -164,9 +156,7 @@ def test_consolidated_equals_the_state_of_one_process(checkpoints: Checkpoints) 
 
 @pytest.mark.parametrize("evaluated", [False, True], ids=["train", "eval"])
 @pairs([("fsdp3", "one"), ("ddp2", "fsdp4"), ("one", "ddp3")])
-def test_consolidated_averages(
-    source: str, target: str, evaluated: bool, checkpoints: Checkpoints, pools: Pools
-) -> None:
+def test_consolidated_averages(source: str, target: str, evaluated: bool, checkpoints: Checkpoints, pools: Pools) -> None:
     case = Case({"averaging": "schedule_free"}, gaps=True, evaluated=evaluated, steps=16)
     path = checkpoints(saving.consolidate, source, case)
     one = torch.load(checkpoints(saving.consolidate, "one", case), weights_only=True)
@@ -180,9 +170,7 @@ def test_consolidated_small_state(checkpoints: Checkpoints) -> None:
     """Roots and factors in other forms than the rest of the state."""
     case = Case({"root_dtype": "bfloat16", "factors": "packed"}, steps=16)
     path = checkpoints(saving.consolidate, "ddp2", case)
-    one, two = (
-        torch.load(checkpoints(saving.consolidate, way, case), weights_only=True)["opt"] for way in ("one", "ddp2")
-    )
+    one, two = (torch.load(checkpoints(saving.consolidate, way, case), weights_only=True)["opt"] for way in ("one", "ddp2"))
     torch.testing.assert_close(two["state"], one["state"], rtol=0, atol=0)
     cases.assert_same(parameters([saving.resume_file("one", case, path)]), cases.alone(case))
     with pytest.raises(ValueError, match="factors='packed'"):

@@ -16,9 +16,7 @@ MOMENTUM: Options = {"momentum": 0.9, "nesterov": True, "dampening": 0.1}
 SPECTRAL: Options = {"preconditioner": "spectral"}
 AVERAGED: Options = {"weight_decay": 0.1, "weight_decay_mode": "corrected"}
 EVERYTHING = Case(
-    MOMENTUM | {"weight_decay": 0.1, "weight_decay_mode": "corrected", "refresh": "staggered"},
-    gaps=True,
-    groups=True,
+    MOMENTUM | {"weight_decay": 0.1, "weight_decay_mode": "corrected", "refresh": "staggered"}, gaps=True, groups=True
 )
 CASES: dict[str, Case] = {
     "base": Case(),
@@ -53,17 +51,13 @@ CASES: dict[str, Case] = {
     "minimax": Case({"root": "minimax"}, gaps=True),
     "kl": Case({"preconditioner": "kl", "refresh": "staggered"} | MOMENTUM, gaps=True),
     "soap": Case({"preconditioner": "soap", "graft": None, "refresh": "staggered", "weight_decay": 0.1}, gaps=True),
-    "soap, qr": Case(
-        {"preconditioner": "soap", "root": "qr", "stages": 2, "precondition_1d": True} | MOMENTUM, spoilt=True
-    ),
+    "soap, qr": Case({"preconditioner": "soap", "root": "qr", "stages": 2, "precondition_1d": True} | MOMENTUM, spoilt=True),
     "soap, track": Case({"preconditioner": "soap", "graft": None, "root": "track", "refresh_delay": 1}, gaps=True),
     "soap, diagonal": Case(
         {"preconditioner": "soap", "graft": None, "large_dim": "diagonal", "betas": (0.0, 1.0)}, dtype=torch.bfloat16
     ),
     "spectral": Case({"preconditioner": "spectral", "weight_decay": 0.1}, gaps=True),
-    "spectral, ungrafted": Case(
-        {"graft": None, "polar_scale": "original", "stages": 2} | SPECTRAL | MOMENTUM, spoilt=True
-    ),
+    "spectral, ungrafted": Case({"graft": None, "polar_scale": "original", "stages": 2} | SPECTRAL | MOMENTUM, spoilt=True),
     "spectral, whole": Case({"graft": None, "max_preconditioner_dim": 64, "polar": "polar_express"} | SPECTRAL),
     "spectral, svd": Case({"graft": None, "betas": (0.0, 0.9), "polar": "svd"} | SPECTRAL, dtype=torch.bfloat16),
     "muon": Case(
@@ -103,8 +97,7 @@ PAIRS = [
     (layout, name)
     for layout in MANY
     for name in CASES
-    if (layout in EVERY_OPTION or name in EVERY_LAYOUT)
-    and not (name.startswith(("tiny", "split")) and layout.startswith("fsdp_"))
+    if (layout in EVERY_OPTION or name in EVERY_LAYOUT) and not (name.startswith(("tiny", "split")) and layout.startswith("fsdp_"))
 ]
 
 
@@ -119,9 +112,7 @@ def test_equals_one_process(layout: str, name: str, pools: Pools) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "trainers", "case"),
-    TRAINERS,
-    ids=[f"{layout}, {trainers}" for layout, trainers, _ in TRAINERS],
+    ("layout", "trainers", "case"), TRAINERS, ids=[f"{layout}, {trainers}" for layout, trainers, _ in TRAINERS]
 )
 def test_smaller_groups_of_trainers(layout: str, trainers: int, case: Case, pools: Pools) -> None:
     grouped = cases.changed(case, num_trainers_per_group=trainers)

@@ -27,10 +27,7 @@ def die_after_saving(layout: str, path: Path) -> None:
     run.advance(MIDDLE + 4, CASE.steps)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("ddp3", "ddp2"), ("fsdp4", "fsdp3"), ("hsdp22", "fsdp2")],
-)
+@pytest.mark.parametrize(("before", "after"), [("ddp3", "ddp2"), ("fsdp4", "fsdp3"), ("hsdp22", "fsdp2")])
 def test_the_job_goes_on_with_fewer_ranks(before: str, after: str, pools: Pools, tmp_path: Path) -> None:
     doomed = Pool(LAYOUTS[before].world)
     outcomes = doomed.attempt(die_after_saving, before, tmp_path / "saved")

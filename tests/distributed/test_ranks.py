@@ -19,12 +19,7 @@ def refused(outcomes: list[Outcome], *words: str) -> None:
 @pytest.mark.parametrize("layout", ["ddp2", "fsdp2"])
 @pytest.mark.parametrize(
     ("name", "values"),
-    [
-        ("max_preconditioner_dim", (8, 5)),
-        ("graft", ("adam", "sgd")),
-        ("stages", (1, 2)),
-        ("betas", ((0.9, 0.9), (0.0, 0.9))),
-    ],
+    [("max_preconditioner_dim", (8, 5)), ("graft", ("adam", "sgd")), ("stages", (1, 2)), ("betas", ((0.9, 0.9), (0.0, 0.9)))],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_structure(layout: str, name: str, values: Any, pools: Pools) -> None:
@@ -69,10 +64,7 @@ def test_a_process_group_that_was_destroyed(layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "trainers", "message"),
-    [
-        ("ddp2", 3, "num_trainers_per_group=3 does not divide the 2 ranks"),
-        ("fsdp2", 1, "do not store the whole of parameter"),
-    ],
+    [("ddp2", 3, "num_trainers_per_group=3 does not divide the 2 ranks"), ("fsdp2", 1, "do not store the whole of parameter")],
 )
 def test_trainers_that_do_not_fit(layout: str, trainers: int, message: str, pools: Pools) -> None:
     options = [{"num_trainers_per_group": trainers}] * 2
@@ -84,9 +76,7 @@ def test_flat_parameters(use_orig_params: bool, pools: Pools) -> None:
     refused(pools[2].attempt(cases.flat_parameter, use_orig_params, timeout=10), "FSDP1", "fully_shard")
 
 
-@pytest.mark.parametrize(
-    ("layout", "method"), [("ddp2", "shampoo"), ("fsdp2", "shampoo"), ("ddp2", "kl"), ("ddp2", "soap")]
-)
+@pytest.mark.parametrize(("layout", "method"), [("ddp2", "shampoo"), ("fsdp2", "shampoo"), ("ddp2", "kl"), ("ddp2", "soap")])
 def test_a_state_without_this_ranks_blocks(layout: str, method: str, pools: Pools) -> None:
     """Torch fills what is missing with a new state before it loads, so it cannot be refused; but it is not silent."""
     first, second = pools[2].run(cases.from_a_gathered_state, layout, method)

@@ -18,7 +18,9 @@ import torch
 from lather.report.models import MODELS, gpt2
 from lather.roots import SOLVERS, Eigh, Minimax, Newton
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
+pytestmark = pytest.mark.scripts
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = ("machine", "common", "models", "report", "step", "train", "solvers", "fastest")
 
 
@@ -174,9 +176,7 @@ def test_fastest(bench: dict[str, ModuleType], tmp_path: Path) -> None:
         assert marked == [row["fastest"]]
 
 
-def test_fastest_leaves_out_what_fails(
-    bench: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fastest_leaves_out_what_fails(bench: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A root that is not ok, and a solver that does not run."""
     monkeypatch.setattr(bench["fastest"], "candidates", lambda e: (Newton(iterations=1), Minimax(), Eigh()))
     monkeypatch.setattr(Minimax, "_root", Mock(side_effect=RuntimeError("no compiler")))

@@ -14,6 +14,8 @@ from torch.nn.functional import pad
 
 from experiments import data, harness, log, nets, recipes, report, tasks
 
+pytestmark = pytest.mark.scripts
+
 NAMES = ("wikitext", "resnet", "vit", "ablations")
 EXPERIMENTS = {name: importlib.import_module(f"experiments.{name}").EXPERIMENT for name in NAMES}
 
@@ -90,9 +92,7 @@ def test_list_only_best_and_budget(results: pathlib.Path, tmp_path: pathlib.Path
     shown = capsys.readouterr().out.splitlines()
     assert all("such as 0.016" in line for line in shown[1:3])
     assert shown[3:] == [
-        f"{'done  ' * (seed == 0)}wikitext/{name}/lr=0.008/seed={seed}/steps=12"
-        for name in ("adamw", "eigh@4")
-        for seed in (0, 7)
+        f"{'done  ' * (seed == 0)}wikitext/{name}/lr=0.008/seed={seed}/steps=12" for name in ("adamw", "eigh@4") for seed in (0, 7)
     ]
     assert run("wikitext", path, *flags, "--seeds", 7, "--budget", 0) == before
     assert "2 runs are left" in capsys.readouterr().out
@@ -333,9 +333,7 @@ def test_report_of_small_logs(results: pathlib.Path, tmp_path: pathlib.Path) -> 
     assert report.main(flags) == 0
     text = page.read_text()
     assert report.filled(text, results) == text
-    assert all(
-        (tmp_path / f"images/{name}.png").stat().st_size > 1000 and f"images/{name}.png" in text for name in NAMES
-    )
+    assert all((tmp_path / f"images/{name}.png").stat().st_size > 1000 and f"images/{name}.png" in text for name in NAMES)
     runs = log.read(results / "wikitext.jsonl")
     group = next(g for g in report.best(runs, "bits") if g.optimizer == "eigh@4")
     assert group.lr == 8e-3 and len(group.runs) == 2 and group.seeds == "2"
@@ -351,10 +349,7 @@ def test_report_of_small_logs(results: pathlib.Path, tmp_path: pathlib.Path) -> 
     assert "at the edge of its grid" in text and "| adamw, 12 steps | 0.004 |" not in text
     target = report.target(report.best(runs, "bits"), report.KINDS["wikitext"])
     adamw = next(g for g in report.best(runs, "bits") if g.optimizer == "adamw")
-    assert (
-        adamw.first("bits", target) == 12
-        and report.race(adamw, report.KINDS["wikitext"], adamw)["reached"] == "12 (100%)"
-    )
+    assert adamw.first("bits", target) == 12 and report.race(adamw, report.KINDS["wikitext"], adamw)["reached"] == "12 (100%)"
     step = group.first("bits", target)
     curve = dict(zip(group.steps(), group.curve("bits"), strict=True))
     assert step and curve[step] <= target and all(x > target for t, x in curve.items() if t < step)
