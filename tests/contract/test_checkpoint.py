@@ -4,6 +4,7 @@ import copy
 import io
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as api
 
 import lather
+from lather.options import OPTIONS
+from lather.runtime import checkpoint
 
 SHAPES = {"weight": (6, 5), "twin": (6, 5), "conv": (4, 3, 2, 2), "bias": (6,), "scale": (), "none": (0, 2)}
 FAST: dict[str, Any] = {"precondition_frequency": 3, "weight_decay": 0.1, "max_preconditioner_dim": 4}
@@ -98,14 +101,7 @@ CASES: list[dict[str, Any]] = [
     {"preconditioner": "kl", "refresh_delay": 1, "factors": "packed", "large_dim": "diagonal"},
     {"preconditioner": "soap", "graft": None},
     {"preconditioner": "soap", "refresh_delay": 1, "factors": "packed", "root": "track", "large_dim": "diagonal"},
-    {
-        "preconditioner": "soap",
-        "graft": None,
-        "refresh": "staggered",
-        "refresh_delay": 1,
-        "root": "qr",
-        "state_dtype": "bfloat16",
-    },
+    {"preconditioner": "soap", "graft": None, "refresh": "staggered", "refresh_delay": 1, "root": "qr", "state_dtype": "bfloat16"},
     {"preconditioner": "spectral", "momentum": 0.9},
     {"preconditioner": "spectral", "graft": None, "polar": "polar_express(steps=6)", "polar_scale": "original"},
     {"preconditioner": "spectral", "graft": None, "betas": (0.0, 0.9), "polar": lather.Svd()},  # keeps nothing at all
@@ -434,6 +430,14 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "other root": (with_value("qr", *GROUP, "root"), "Q0"),
     "no filter": (with_value((0.0, 0.999), *GROUP, "betas"), r"m\.0"),
     "no momentum": (with_value(0.0, *GROUP, "momentum"), "momentum"),
+    "newer version": (with_value(2, "lather_version"), r"version 2,.* up to 1; update lather"),
+    "version that is no number": (with_value("1.0", "lather_version"), r"version '1\.0',.* up to 1; update lather"),
+    "version that is nothing": (with_value(None, "lather_version"), r"version None,.* up to 1; update lather"),
+    "newer version in a group": (
+        both(without("lather_version"), with_value(7, *GROUP, "lather_version")),
+        r"version 7,.* up to 1; update lather",
+    ),
+    "newer version in a group only": (with_value("two", *GROUP, "lather_version"), r"version 'two',.* up to 1"),
     "no filter and cut short": (both(with_value((0.0, 0.999), *GROUP, "betas"), without("state", 0)), "weight"),
 }
 
@@ -509,3 +513,119 @@ def test_a_checkpoint_without_steps_resets_them() -> None:
     live.load_state_dict(opt.state_dict())
     assert_same([s for _, s in snapshot(live)], [s for _, s in snapshot(opt)])
     assert math.isclose(live.param_groups[0]["eps"], 1e-12)
+
+
+# Versions.
+
+
+def test_a_checkpoint_has_a_version() -> None:
+    _, opt, _, _ = pair(2)
+    saved = through_file(opt.state_dict())
+    assert saved["lather_version"] == checkpoint.VERSION == 1 + len(checkpoint.UPGRADES)
+    assert saved.keys() == {"state", "param_groups", "lather_version"}
+
+
+def test_a_checkpoint_without_a_version_is_the_first() -> None:
+    """Also one of torch.distributed.checkpoint, which keeps state and param groups only."""
+    model, opt, fresh_model, fresh = pair(4)
+    saved = through_file(opt.state_dict())
+    del saved["lather_version"]
+    fresh.load_state_dict(saved)
+    assert_same(snapshot(fresh), snapshot(opt))
+    by_torch = api.get_optimizer_state_dict(model, opt)
+    assert by_torch.keys() == {"state", "param_groups"}
+    train(fresh, 1)
+    api.set_optimizer_state_dict(fresh_model, fresh, by_torch)
+    assert_same([s for _, s in snapshot(fresh)], [s for _, s in snapshot(opt)])
+
+
+def test_a_version_in_param_groups_is_read_and_not_kept() -> None:
+    _, opt, _, fresh = pair(4)
+    saved = opt.state_dict()
+    del saved["lather_version"]
+    saved["param_groups"][0]["lather_version"] = 1
+    fresh.load_state_dict(saved)
+    assert_same(snapshot(fresh), snapshot(opt))
+    assert "lather_version" not in fresh.param_groups[0] and saved["param_groups"][0]["lather_version"] == 1
+
+
+def test_an_option_that_is_lacking_has_the_value_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is neither the default of today nor what the optimizer was made with."""
+    _, opt, _, fresh = pair(4, graft_eps=0.25)
+    saved = opt.state_dict()
+    del saved["param_groups"][0]["graft_eps"]
+    monkeypatch.setitem(OPTIONS, "graft_eps", replace(OPTIONS["graft_eps"], before=0.25))
+    fresh.param_groups[0]["graft_eps"] = 0.5
+    fresh.load_state_dict(saved)
+    assert fresh.param_groups[0]["graft_eps"] == 0.25 and "graft_eps" not in saved["param_groups"][0]
+    train(opt, 3, 4)
+    train(fresh, 3, 4)
+    assert_same(snapshot(fresh), snapshot(opt))
+
+
+def test_an_option_that_is_lacking_decides_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIONS, "factors", replace(OPTIONS["factors"], before="full"))
+    _, opt, _, fresh = pair(4)
+    saved = opt.state_dict()
+    del saved["param_groups"][0]["factors"]
+    fresh.load_state_dict(saved)
+    assert_same(snapshot(fresh), snapshot(opt))
+    _, _, _, packed = pair(4, factors="packed")
+    with pytest.raises(ValueError, match=r"saved with factors='full' but .* factors='packed'.*construct it with"):
+        packed.load_state_dict(saved)
+
+
+def renamed(state: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
+    """An upgrade: what was called `velocity` is called `momentum`, and `nu` is called `graft_eps`."""
+    for entry in state.values():
+        entry["momentum"] = entry.pop("velocity")
+    for group in groups:
+        group["graft_eps"] = group.pop("nu")
+
+
+def doubled_eps(state: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
+    for group in groups:
+        group["graft_eps"] *= 2
+
+
+def as_first_version(saved: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint as a version would have written it that both upgrades come after."""
+    for entry in saved["state"].values():
+        entry["velocity"] = entry.pop("momentum")
+    for group in saved["param_groups"]:
+        group["nu"] = group.pop("graft_eps") / 2
+    return saved
+
+
+@pytest.mark.parametrize("where", ["nowhere", "top", "groups"])
+def test_older_versions_are_upgraded(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all upgrades that come after them, in order. The file itself does not change."""
+    _, opt, _, fresh = pair(4, momentum=0.9, graft_eps=0.5)
+    saved = as_first_version(through_file(opt.state_dict()))
+    del saved["lather_version"]
+    if where != "nowhere":
+        (saved if where == "top" else saved["param_groups"][0])["lather_version"] = 1
+    kept = copy.deepcopy(saved)
+    monkeypatch.setattr(checkpoint, "UPGRADES", (renamed, doubled_eps))
+    monkeypatch.setattr(checkpoint, "VERSION", 3)
+    fresh.load_state_dict(saved)
+    assert_same(snapshot(fresh), snapshot(opt))
+    assert options_of(fresh) == options_of(opt)
+    assert_same(saved["state"], kept["state"])
+    assert saved["param_groups"] == kept["param_groups"]
+
+
+def test_only_later_upgrades_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "UPGRADES", (renamed, doubled_eps))
+    monkeypatch.setattr(checkpoint, "VERSION", 3)
+    _, opt, _, fresh = pair(4, momentum=0.9, graft_eps=0.5)
+    saved = opt.state_dict()
+    assert saved["lather_version"] == 3
+    fresh.load_state_dict(saved)
+    assert fresh.param_groups[0]["graft_eps"] == 0.5
+    saved["lather_version"] = 2
+    fresh.load_state_dict(saved)
+    assert fresh.param_groups[0]["graft_eps"] == 1.0
+    assert_same(snapshot(fresh), snapshot(opt))
+    with pytest.raises(ValueError, match=r"version 4, .* up to 3; update lather"):
+        fresh.load_state_dict(saved | {"lather_version": 4})

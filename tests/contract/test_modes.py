@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as api
 
 import lather
+from lather.settings import Averaging
 from lather.storage import averaging
 
 Options = dict[str, Any]
@@ -105,9 +106,7 @@ def test_there_and_back(kind: str, dtype: torch.dtype) -> None:
             opt.train()
             opt.train()
             assert_same(weights(model), points)
-        assert_same(
-            dict(opt.state), {p: other.state[q] for p, q in zip(model.parameters(), plain.parameters(), strict=True)}
-        )
+        assert_same(dict(opt.state), {p: other.state[q] for p, q in zip(model.parameters(), plain.parameters(), strict=True)})
     assert_same(weights(model), weights(plain))
 
 
@@ -261,10 +260,10 @@ def test_a_learning_rate_that_is_a_tensor() -> None:
         opt.step()
         opt.eval()
     assert_same(weights(ours[0]), weights(theirs[0]))
-    sums = averaging.empty_sums(2, {"lr": 0.1})
-    group = {"averaging_powers": (2.0, 0.0), "top_lr": torch.tensor([0.5])}
-    assert averaging.shares_(sums, [1, 2], [True, False], group) == [1.0, 1.0]
-    assert averaging.shares_(sums, [2, 2], [True, True], group) == [0.5, 1.0]
+    sums, top = torch.zeros(2, dtype=torch.float64), torch.tensor([0.5])
+    options = Averaging("schedule_free", beta=0.9, decay=0.9967, powers=(2.0, 0.0))
+    assert averaging.shares_(sums, [1, 2], [True, False], options, top) == [1.0, 1.0]
+    assert averaging.shares_(sums, [2, 2], [True, True], options, top) == [0.5, 1.0]
     assert sums.tolist() == [0.5, 0.25]
 
 
@@ -356,7 +355,7 @@ def test_resume(kind: str, dtype: torch.dtype, saved: bool, live: bool, model_fi
 @every_dtype
 @every_kind
 def test_the_optimizers_state_tells_what_parameters_are(kind: str, dtype: torch.dtype) -> None:
-    """Weights saved as averages beside an optimizer that was saved while it trained: load the model first."""
+    """Weights were saved as averages, and the optimizer while it trained: load the model first."""
     model, opt = after_five(kind, dtype)
     opt.eval()
     averages = through_file(model.state_dict())
@@ -368,10 +367,7 @@ def test_the_optimizers_state_tells_what_parameters_are(kind: str, dtype: torch.
     check_resumed(kind, dtype, True, again, fresh)
 
 
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
-}
+COPIES: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "pickle": lambda pair: pickle.loads(pickle.dumps(pair))}
 
 
 @pytest.mark.parametrize("how", COPIES)
@@ -391,9 +387,7 @@ def test_copies(kind: str, dtype: torch.dtype, saved: bool, how: str) -> None:
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 @every_mode
 @pytest.mark.parametrize(("kind", "dtype"), [("schedule_free", torch.float32), ("x kept", torch.bfloat16)])
-def test_distributed_checkpoint(
-    kind: str, dtype: torch.dtype, saved: bool, live: bool, flat: bool, tmp_path: Path
-) -> None:
+def test_distributed_checkpoint(kind: str, dtype: torch.dtype, saved: bool, live: bool, flat: bool, tmp_path: Path) -> None:
     chosen = api.StateDictOptions(flatten_optimizer_state_dict=flat)
     model, opt = after_five(kind, dtype)
     in_mode(opt, saved)
@@ -437,13 +431,13 @@ def test_a_frozen_parameter_keeps_its_average() -> None:
 
 
 @pytest.mark.parametrize("kind", ["schedule_free", "gpa"])
-def test_momentum_beside_averaging(kind: str) -> None:
-    with pytest.raises(ValueError, match=r"momentum=0\.9 beside averaging='\w+'.* set momentum=0"):
+def test_momentum_with_averaging(kind: str) -> None:
+    with pytest.raises(ValueError, match=r"momentum=0\.9 does not go with averaging='\w+'.* set momentum=0"):
         make(kind, momentum=0.9)
     model, opt = make(kind)
     train(model, opt, 1)
     opt.param_groups[0]["momentum"] = 0.5
-    with pytest.raises(ValueError, match=r"momentum=0\.5 beside averaging"):
+    with pytest.raises(ValueError, match=r"momentum=0\.5 does not go with averaging"):
         train(model, opt, 1)
 
 
@@ -522,7 +516,11 @@ def test_param_groups_of_another_optimizer_do_not_bring_its_mode() -> None:
     opt.eval()
     for options in ({}, {"averaging": None, "averaging_decay": None}):
         fresh = lather.Shampoo([{**group, **options} for group in opt.param_groups])
+        before = weights(model)
         train(model, fresh, 1)
+        assert fresh.param_groups[0].get("train_mode", True) is True
+        assert ("train_mode" in fresh.param_groups[0]) == (not options)
+        assert not torch.equal(weights(model)[0], before[0]) and fresh.state[model.weight]["step"] == 1
 
 
 def test_hooks_see_what_is_saved() -> None:

@@ -351,10 +351,7 @@ def test_elementwise_is_never_preconditioned() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            {"split": 5},
-            r"split=5 does not fit dimension 0 of parameter w, of shape \(12, 10\); give sizes with the sum 12",
-        ),
+        ({"split": 5}, r"split=5 does not fit dimension 0 of parameter w, of shape \(12, 10\); give sizes with the sum 12"),
         ({"split": (4, 4)}, r"split=\(4, 4\) does not fit"),
         ({"split": 2, "split_dim": 2}, "split_dim=2 but parameter w has shape"),
         ({"split": 2, "batch_dims": 1}, "split_dim=0 but parameter w has shape .* batch_dims=1"),
@@ -376,7 +373,7 @@ def test_bad_options(options: dict[str, Any], words: str) -> None:
     [
         ([("qkv_weight", {})], r"rule 1, 'qkv_weight', matches no parameter; the nearest names are .*'layers\.\d\.qkv\.weight'"),
         ([("qkv", {}), (r"qkv\.bias", {})], r"rule 2, 'qkv\\\\.bias', has no effect: rule 1 comes first"),
-        ([("(", {})], "rule 1 has '\\(', which is no regular expression"),
+        ([("(", {})], "rule 1 has '\\(', which is not a regular expression"),
         ([("qkv", {"weight_dcay": 0.0})], "rule 1 has the unknown option 'weight_dcay'; did you mean 'weight_decay'"),
         ([("qkv", {"ns_step": 3})], "rule 1 has the unknown option 'ns_step'; did you mean 'ns_steps'"),
         ([("qkv", {"params": []})], "rule 1 has the unknown option 'params'"),

@@ -607,9 +607,7 @@ def world() -> dict[str, Any]:
         "rng": torch.get_rng_state().tolist(),
         "python rng": random.getstate(),
         "matmul": torch.get_float32_matmul_precision(),
-        "mkldnn": getattr(
-            getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None
-        ),  # torch 2.9 brought them
+        "mkldnn": getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None),  # torch 2.9 brought them
         "cuda": getattr(torch.backends.cuda.matmul, "fp32_precision", None),
         "dtype": torch.get_default_dtype(),
         "grad": torch.is_grad_enabled(),
@@ -754,7 +752,7 @@ def test_layouts(layout: str, of_grad: bool) -> None:
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (1, 7, 1), (1, 1), (0,), (0, 3), (3, 0, 2)])
 @pytest.mark.parametrize("on_nonfinite", ["skip", "raise"])
 def test_shapes_that_are_no_matrix(shape: tuple[int, ...], on_nonfinite: str) -> None:
-    """They follow the graft, here Adam, beside parameters that are preconditioned."""
+    """They follow the graft, here Adam. Other parameters are preconditioned."""
     shapes = {"odd": shape, "weight": (6, 5)}
     ours, theirs = parameters(shapes=shapes), parameters(shapes=shapes)
     opt = lather.Shampoo(ours.values(), on_nonfinite=on_nonfinite, **FAST)
@@ -770,9 +768,7 @@ def test_shapes_that_are_no_matrix(shape: tuple[int, ...], on_nonfinite: str) ->
 @pytest.mark.parametrize("shape", [(), (1, 1), (5,), (5, 1), (0,), (2, 0)])
 def test_small_shapes_with_every_option_for_vectors(shape: tuple[int, ...]) -> None:
     w = nn.Parameter(torch.ones(shape))
-    opt = lather.Shampoo(
-        [w], precondition_1d=True, precondition_frequency=1, momentum=0.5, graft=None, refresh="staggered"
-    )
+    opt = lather.Shampoo([w], precondition_1d=True, precondition_frequency=1, momentum=0.5, graft=None, refresh="staggered")
     for _ in range(3):
         w.grad = torch.ones(shape)
         opt.step()
@@ -806,9 +802,16 @@ def test_a_parameter_of_a_better_dtype_keeps_small_updates() -> None:
     assert (p < before).all()
 
 
-def test_no_memory_of_a_parameter_is_held_between_steps() -> None:
+@pytest.mark.parametrize("dim", [4, 8])
+@pytest.mark.parametrize(
+    "options",
+    [{"momentum": 0.9}, {"weight_decay": 0.1, "weight_decay_mode": "l2"}, {"averaging": "gpa"}],
+    ids=["momentum", "l2", "averaging"],
+)
+def test_no_memory_of_a_parameter_is_held_between_steps(options: dict[str, Any], dim: int) -> None:
+    """Whether it is one block or several."""
     p = nn.Parameter(torch.randn(8, 8))
-    opt = lather.Shampoo([p], max_preconditioner_dim=4, momentum=0.9)
+    opt = lather.Shampoo([p], max_preconditioner_dim=dim, **options)
     p.grad = torch.randn(8, 8)
     opt.step()
     held = weakref.ref(p.untyped_storage()), weakref.ref(p.grad.untyped_storage())

@@ -267,7 +267,7 @@ def strict_here_only() -> None:
         opt.step()
 
 
-def nothing_to_train_here() -> None:
+def nothing_to_train_here() -> tuple[Tensor, Tensor]:
     """All that ranks share is frozen; one of them has something of its own."""
     frozen = nn.Parameter(torch.ones(4, 4), requires_grad=False)
     mine = nn.Parameter(torch.ones(4, 4), requires_grad=False)
@@ -279,6 +279,7 @@ def nothing_to_train_here() -> None:
         if dist.get_rank() == 1:
             mine.grad = torch.ones_like(mine)
         opt.step()
+    return frozen.detach(), local(mine).detach()
 
 
 def mixed_precision(layout: str) -> Stored:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+import lather
+
 from . import cases, edges
 from .cases import Case
 from .harness import Pool, Pools
@@ -130,7 +132,15 @@ def test_a_strict_group_that_others_do_not_know(pools: Pools) -> None:
 
 
 def test_nothing_to_train(pools: Pools) -> None:
-    pools[2].run(edges.nothing_to_train_here, timeout=15)
+    """What is frozen stays. What one rank has to itself trains as it would in one process."""
+    (frozen, idle), (frozen_too, mine) = pools[2].run(edges.nothing_to_train_here, timeout=15)
+    alone = torch.nn.Parameter(torch.ones(4, 4))
+    opt = lather.Shampoo([alone], **cases.BASE)
+    for _ in range(3):
+        alone.grad = torch.ones(4, 4)
+        opt.step()
+    assert all(torch.equal(x, torch.ones(4, 4)) for x in (frozen, frozen_too, idle))
+    assert torch.equal(mine, alone) and not torch.equal(mine, frozen)
 
 
 @pytest.mark.parametrize("layout", ["ddp2", "tp0x2"])

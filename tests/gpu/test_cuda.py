@@ -65,10 +65,9 @@ def test_agrees_with_the_twin(options):
     given.pop("root", None)
     offsets = None
     if options.get("refresh") == "staggered":
-        with torch.no_grad():
-            opt._prepare_together()
-        blocks = opt._plan.blocks
-        offsets = {(blocks[i].param, blocks[i].index): o for i, o in opt._plan.offsets(0).items()}
+        made = opt._session.prepare(opt.param_groups, opt.state)
+        blocks, by_block = made.plan.blocks, made.offsets(0, opt._session.settings[0])
+        offsets = {(blocks[i].param, blocks[i].index): offset for i, offset in by_block.items()}
     twin = Reference([p.detach().cpu() for p in params], offsets=offsets, **given)
     run(opt, params, 1, 21)
     for step in range(1, 21):
@@ -90,6 +89,7 @@ def run_unsynchronised(opt, params, steps):
             opt.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert all(opt.state[p]["step"] == steps[-1] and p.isfinite().all() for p in params)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,14 @@ import torch
 import torch.distributed as dist
 
 import lather
-from lather.options import wire_dtype
-from lather.planning.plan import Route, Spec
-from lather.runtime.exchange import Circle, Comm, difference
-from lather.runtime.unit import make_units
+from lather.planning.plan import Spec, Transport
+from lather.runtime.ranks import Comm, Peers, difference
+from lather.runtime.unit_plan import make_units
+from lather.settings import Settings
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not dist.is_nccl_available(), reason="needs a CUDA device and NCCL"
 )
-PLAN = importlib.import_module("lather.planning.plan")
 SHAPES = [(40, 24), (40, 24), (7, 130), (16, 3, 3, 3), (33,), ()]
 
 
@@ -32,12 +30,12 @@ def _world(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def train(route: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[torch.Tensor]:
+def train(transport: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[torch.Tensor]:
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in SHAPES]
     with monkeypatch.context() as patch:
-        if route:
-            patch.setattr(PLAN, "_route", route)
+        if transport:
+            patch.setattr("lather.planning.plan._transport", transport)
             patch.setattr("lather.runtime.run.make_units", _checked)
         opt = lather.Shampoo(params, precondition_frequency=4, max_preconditioner_dim=32, momentum=0.9, **options)
         for _ in range(10):
@@ -54,20 +52,20 @@ def _checked(*args: Any) -> Any:
     return units
 
 
-def gathered(spec: Spec, options: Any) -> Route:
-    return Route(spec.team, outbound=wire_dtype(options), gather=True, device=spec.device)
+def gathered(spec: Spec, settings: Settings) -> Transport:
+    return Transport(spec.team, outbound=settings.wire_dtype, gather=True, device=spec.device)
 
 
-def swapped(spec: Spec, options: Any) -> Route:
-    return Route(spec.team, "float32", wire_dtype(options), device=spec.device)
+def swapped(spec: Spec, settings: Settings) -> Transport:
+    return Transport(spec.team, "float32", settings.wire_dtype, device=spec.device)
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16", "float16", "int8"])
-@pytest.mark.parametrize("route", [gathered, swapped])
+@pytest.mark.parametrize("transport", [gathered, swapped])
 @pytest.mark.parametrize("stages", [1, 3])
-def test_travelling_changes_nothing(route, wire, stages, monkeypatch):
+def test_travelling_changes_nothing(transport, wire, stages, monkeypatch):
     options = {"communication_dtype": wire, "weight_decay": 0.1, "stages": stages}
-    there = train(route, monkeypatch, **options)
+    there = train(transport, monkeypatch, **options)
     here = train(None, monkeypatch, **options)
     for a, b in zip(there, here, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
@@ -77,7 +75,7 @@ def test_travelling_changes_nothing(route, wire, stages, monkeypatch):
 def test_a_step_does_not_make_the_host_wait(monkeypatch):
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in SHAPES]
-    monkeypatch.setattr(PLAN, "_route", swapped)
+    monkeypatch.setattr("lather.planning.plan._transport", swapped)
     opt = lather.Shampoo(params, precondition_frequency=100, max_preconditioner_dim=32, communication_dtype="int8")
     for step in range(6):
         for p in params:
@@ -88,6 +86,8 @@ def test_a_step_does_not_make_the_host_wait(monkeypatch):
             opt.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    assert all(unit.inbound and unit.outbound for unit in opt._session.run.units)
+    assert all(p.isfinite().all() for p in params)
 
 
 def test_small_things():
@@ -95,10 +95,10 @@ def test_small_things():
     assert comm.largest([3, -1]) == [3, -1]
     assert comm.collect({"a": 1}) == [{"a": 1}]
     assert difference(comm, {"a": "b"}) is None
-    circle = Circle([comm])
-    assert circle.any(True) and not circle.any(False)
-    assert circle.tell("a word") == "a word" and circle.tell(None) is None
-    assert circle.reduce_max(torch.ones((), device="cuda")).item() == 1
+    peers = Peers([comm], (0,))
+    assert peers.any(True) and not peers.any(False)
+    assert peers.tell("a word") == "a word" and peers.tell(None) is None
+    assert peers.reduce_max(torch.ones((), device="cuda")).item() == 1
     comm.check_alive()
 
 

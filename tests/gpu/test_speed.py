@@ -14,15 +14,14 @@ import pytest
 import torch
 
 import lather
-from lather.compute import slices
-from lather.methods import shampoo as kronecker
+from lather.compute import refresh, slices
+from lather.compute.kernel_executor import KernelExecutor
 from lather.roots import has_kernels
-from lather.runtime import unit as units
+from lather.runtime import unit_plan
 
 pytestmark = [
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not has_kernels(torch.device("cuda")),
-        reason="needs a GPU that kernels are made for",
+        not torch.cuda.is_available() or not has_kernels(torch.device("cuda")), reason="needs a GPU that kernels are made for"
     ),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]
@@ -59,13 +58,14 @@ def run(opt, params, first, last):
         take(opt, params, gradients(step, shapes))
 
 
-def fleets_of(opt):
-    return [fleet for unit in opt._units for fleet in unit.fleets]
+def by_kernels(opt):
+    executors = (executor for unit in opt._session.run.units for executor in unit.executors)
+    return [executor for executor in executors if isinstance(executor, KernelExecutor)]
 
 
 def graphs_of(opt):
     """All that is captured, of all units."""
-    found = {id(fleet._graphs): fleet._graphs for fleet in fleets_of(opt) if fleet._graphs is not None}
+    found = {id(each._graphs): each._graphs for each in by_kernels(opt) if each._graphs is not None}
     return [key for graphs in found.values() for key in graphs._graphs]
 
 
@@ -78,9 +78,7 @@ def compiled():
 
     both = vars(dense) | vars(step)
     found = {name: kernel for name, kernel in both.items() if isinstance(kernel, JITFunction)}
-    return Counter(
-        {name: sum(len(kept[0]) for kept in kernel.device_caches.values()) for name, kernel in found.items()}
-    )
+    return Counter({name: sum(len(kept[0]) for kept in kernel.device_caches.values()) for name, kernel in found.items()})
 
 
 @contextmanager
@@ -118,12 +116,7 @@ def test_nothing_is_compiled_or_captured_once_warm(given, refresh):
     assert sum(kernels.values()) > 0 and graphs
     for step in range(4 * PERIOD + 1, 8 * PERIOD + 1):
         x = 1 / step
-        changed = {
-            "lr": 0.05 * x,
-            "betas": (0.9 + 0.01 * x, 0.99 + 0.001 * x),
-            "eps": 1e-3 * (1 + x),
-            "weight_decay": x,
-        }
+        changed = {"lr": 0.05 * x, "betas": (0.9 + 0.01 * x, 0.99 + 0.001 * x), "eps": 1e-3 * (1 + x), "weight_decay": x}
         opt.param_groups[0].update(changed | {"graft_eps": 1e-8 * x, "momentum": 0.9 - 0.1 * x, "dampening": 0.1 * x})
         take(opt, params, given(step))
     assert compiled() == kernels
@@ -160,6 +153,7 @@ def test_periods_with_refreshes_do_not_synchronise(options, given):
     with no_waiting():
         for mine in grads.values():
             take(opt, params, mine)
+    assert opt.state[params[0]]["step"] == warm + 2 * PERIOD and all(p.isfinite().all() for p in params)
 
 
 @pytest.mark.parametrize("refresh", ["together", "staggered"])
@@ -170,6 +164,7 @@ def test_large_factors_do_not_synchronise(refresh):
     with no_waiting():
         for mine in grads:
             take(opt, params, mine)
+    assert opt.state[params[0]]["step"] == 6 * PERIOD and all(p.isfinite().all() for p in params)
 
 
 # Launches.
@@ -179,7 +174,7 @@ def launches(n, graphs, monkeypatch):
     """What the host launches in a plain step for n matrices of one shape, and what the device then runs."""
     with monkeypatch.context() as patch:
         if not graphs:
-            patch.setattr(units, "FEW", 0)
+            patch.setattr(unit_plan, "FEW", 0)
         opt, params = make([(64, 48)] * n)
         run(opt, params, 1, 2 * PERIOD + 2)
         grads = gradients(0, [p.shape for p in params])
@@ -189,9 +184,7 @@ def launches(n, graphs, monkeypatch):
             take(opt, params, grads)
             torch.cuda.synchronize()
     events = profile.events()
-    host = Counter(
-        e.name for e in events if e.name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy"))
-    )
+    host = Counter(e.name for e in events if e.name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy")))
     device = Counter(e.name for e in events if e.device_type == torch.autograd.DeviceType.CUDA)
     return host, device
 
@@ -228,14 +221,14 @@ def test_graphs_give_the_same_bits(options, given, monkeypatch):
         return opt, params
 
     opt, params = train()
-    monkeypatch.setattr(units, "FEW", 0)
+    monkeypatch.setattr(unit_plan, "FEW", 0)
     eager, others = train()
     assert graphs_of(opt) and not graphs_of(eager)
     assert_equal(params, others)
 
 
 @pytest.mark.parametrize("options", KINDS)
-def test_fleets_are_as_good_as_banks(options, monkeypatch):
+def test_kernels_are_as_good_as_torch(options, monkeypatch):
     def train():
         opt, params = make(**options | {"root": "eigh"})
         run(opt, params, 1, 4 * PERIOD)
@@ -243,8 +236,8 @@ def test_fleets_are_as_good_as_banks(options, monkeypatch):
 
     opt, params = train()
     monkeypatch.setattr(slices, "suits", lambda *_: False)
-    alone, others = train()
-    assert fleets_of(opt) and not fleets_of(alone)
+    plain, others = train()
+    assert by_kernels(opt) and not by_kernels(plain)
     for p, q in zip(params, others, strict=True):
         assert torch.linalg.vector_norm(p - q) <= 1e-5 * torch.linalg.vector_norm(q)
 
@@ -286,7 +279,7 @@ def peak_of_refresh(n, monkeypatch):
     """Memory that a step with a refresh takes beyond what is there anyhow."""
     with monkeypatch.context() as patch:
         patch.setattr(slices, "LARGEST", 4 * 256 * 256)
-        patch.setattr(kronecker, "LARGEST", 8 * 256 * 256)
+        patch.setattr(refresh, "LARGEST", 8 * 256 * 256)
         opt, params = make([(256, 256)] * n, max_preconditioner_dim=256, root="minimax")
         run(opt, params, 1, PERIOD)  # the first refresh is next, and runs without a graph
         grads = gradients(PERIOD, [p.shape for p in params])
@@ -308,7 +301,7 @@ def test_memory_of_a_refresh_does_not_grow_with_the_number_of_blocks(monkeypatch
 def test_memory_of_graphs_is_bounded(monkeypatch):
     """Once everything is captured, nothing more is held."""
     monkeypatch.setattr(slices, "LARGEST", 4 * 256 * 256)
-    monkeypatch.setattr(kronecker, "LARGEST", 8 * 256 * 256)
+    monkeypatch.setattr(refresh, "LARGEST", 8 * 256 * 256)
     opt, params = make([(256, 256)] * 16, max_preconditioner_dim=256, root="minimax")
     run(opt, params, 1, 4 * PERIOD)
     torch.cuda.synchronize()

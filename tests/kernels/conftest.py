@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from lather.compute import kernel_executor as fleet
-from lather.compute import slices, tables
+from lather.compute import kernel_executor, slices, tables
 from lather.roots import has_kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and has_kernels(torch.device("cuda"))
@@ -37,11 +36,11 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def interpret(set_: Callable[[Any, str, Any], None]) -> None:
-    """Fleets as on a GPU, with tiles so small that small blocks have several."""
+    """Kernels as on a GPU, with tiles so small that small blocks have several."""
     suits = slices.suits
     set_(slices, "suits", lambda device, *rest: suits("cuda", *rest))
     small = {"BLOCK": 128, "SIDE": 16, "DEPTH": 16, "REDUCE": 2}
-    for module in (slices, tables, fleet):
+    for module in (slices, tables, kernel_executor):
         for name in small.keys() & vars(module).keys():
             set_(module, name, small[name])
     _patch_once_per_launch(set_)

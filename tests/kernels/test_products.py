@@ -52,9 +52,7 @@ def test_split_and_joined(d):
 def test_norms_and_combinations(n, d):
     x, y, terms = symmetric(n, d), symmetric(n, d), torch.randn(5, n)
     a, b = halves(x), halves(y)
-    torch.testing.assert_close(
-        products.frobenius(a).double(), torch.linalg.vector_norm(x, dim=(1, 2)), rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(products.frobenius(a).double(), torch.linalg.vector_norm(x, dim=(1, 2)), rtol=1e-6, atol=0)
     t, eye = terms.double()[:, :, None, None], torch.eye(d)
     first, second = products.combine(a, b, CombineTerms(*terms))
     assert distance(whole(first, d), t[0] * x + t[1] * eye) < EXACT

@@ -65,7 +65,7 @@ def test_several_panels(monkeypatch):
 
 
 def test_what_breaks_down_stays_alone():
-    """A matrix that is NaN or of low rank, or of which only the last pivot is not positive; bits of the others stay."""
+    """One matrix is NaN, some have low rank, and one fails at its last pivot only. The others keep their bits."""
     b = torch.cat([columns(5, 70), torch.full((1, 70, 70), torch.nan)])
     b[1], b[2, :, 69], b[3, :, 0] = 0.1, 0, 0
     together, pivot = track.cholesky_qr(b, 0.0)
@@ -101,7 +101,7 @@ def test_a_tile_of_nearly_dependent_columns_does_no_harm():
 
 @pytest.mark.parametrize(("d", "rank", "iterations"), [(48, 3, 1)])
 def test_factors_of_low_rank_are_followed(d, rank, iterations):
-    """Pivots are as small as the shift then. An elimination that is not stable breaks down in some of so many slots."""
+    """Pivots are then as small as the shift. An elimination that is not stable breaks down in some of the twelve slots."""
     g, solver, a = torch.Generator().manual_seed(d), Track(iterations=iterations), torch.zeros(12, d, d)
     state = solver.init(12, d, torch.float32, "cpu")
     for _ in range(4):
@@ -129,7 +129,7 @@ def test_graphs_hold_it_where_kernels_run(by_tiles):
 
 
 class Launches(TorchDispatchMode):
-    """Names of the operations, but for those that only name memory."""
+    """Names of the operations, without those that only name memory."""
 
     FREE = ("new_empty", "unbind", "slice", "transpose", "diagonal", "alias")
 

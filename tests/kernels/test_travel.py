@@ -1,4 +1,4 @@
-"""Fleets whose gradients or directions travel between ranks."""
+"""Kernels where gradients or directions travel between ranks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 import lather
 from conftest import interpret
 from lather.compute import slices
+from lather.compute.kernel_executor import KernelExecutor
 
 SHAPES = [*8 * [(8, 16)], (12, 6, 3, 3), (9,), (10, 16)]
 GIVEN = {"lr": 0.05, "eps": 0.3, "max_preconditioner_dim": 16, "precondition_frequency": 2, "weight_decay": 0.1}
@@ -45,9 +46,10 @@ def train(sharded, method):
             p.grad = None if step == 2 and grad.dim() == 1 else stored(grad)
         with np.errstate(all="ignore"):
             opt.step()
-    (unit,) = [unit for unit in opt._units if unit.fleets]
-    assert not unit.alone and bool(unit.inbound) == sharded and unit.outbound
-    assert any(part.n < len(part.bank.blocks) for fleet in unit.fleets for part in fleet.parts)
+    (unit,) = [unit for unit in opt._session.run.units if unit.executors]
+    assert all(isinstance(executor, KernelExecutor) for executor in unit.executors)
+    assert bool(unit.inbound) == sharded and unit.outbound
+    assert any(part.n < len(part.bank.blocks) for executor in unit.executors for part in executor.slices)
     return [p.full_tensor() if sharded else p.detach() for p in params]
 
 

@@ -105,7 +105,7 @@ def test_a_gradient_below_eps_is_a_small_step() -> None:
     assert q.norm() > 1
 
 
-def test_adamw_beside_it() -> None:
+def test_adamw_for_other_parameters() -> None:
     shapes = [(12, 8), (7,), (), (5, 1), (1, 6), (1, 1, 4)]
     ours, theirs = parameters(shapes), parameters(shapes)
     given: Options = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}
@@ -163,40 +163,13 @@ def test_groups() -> None:
         {"params": model.qkv.named_parameters(), "momentum": 0.5, "ns_steps": 2, "lr": 0.25, "rule": "mine"},
         {"params": [("norm.bias", model.norm.bias)], "preconditioner": None, "betas": (0.5, 0.75), "eps": 1e-4},
         {"params": [("words", model.words.weight)], "preconditioner": "shampoo", "root": "newton"},
-        {
-            "params": [("conv", model.conv.weight)],
-            "batch_dims": 1,
-            "nesterov": False,
-            "adjust_lr_fn": "match_rms_adamw",
-        },
+        {"params": [("conv", model.conv.weight)], "batch_dims": 1, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"},
     ]
     opt = lather.muon(iter(groups), lr=0.02, eps=1e-5)
-    names = (
-        "lr",
-        "momentum",
-        "eps",
-        "nesterov",
-        "betas",
-        "beta3",
-        "polar",
-        "polar_scale",
-        "graft_eps",
-        "preconditioner",
-    )
+    names = ("lr", "momentum", "eps", "nesterov", "betas", "beta3", "polar", "polar_scale", "graft_eps", "preconditioner")
     none = "newton_schulz"
     assert [tuple(group[name] for name in names) for group in opt.param_groups] == [
-        (
-            0.25,
-            0.0,
-            1e-12,
-            False,
-            (0.5, 0.999),
-            0.25,
-            "newton_schulz(steps=2, eps=1e-05)",
-            "original",
-            1e-8,
-            "spectral",
-        ),
+        (0.25, 0.0, 1e-12, False, (0.5, 0.999), 0.25, "newton_schulz(steps=2, eps=1e-05)", "original", 1e-8, "spectral"),
         (0.25, 0.0, 1e-12, False, (0.9, 0.999), None, none, None, 1e-8, None),
         (1e-3, 0.0, 1e-12, False, (0.5, 0.75), None, none, None, 1e-4, None),
         (1e-3, 0.0, 1e-12, False, (0.9, 0.999), None, none, None, 1e-8, "shampoo"),
@@ -292,10 +265,7 @@ def test_odd_gradients() -> None:
         ({"ns_coefficients": (1.0, 2.0)}, "^ns_coefficients=.* must be three numbers"),
         ({"ns_coefficients": (1.0, 2.0, math.nan)}, "^ns_coefficients=.* must be three numbers"),
         ({"eps": -1e-7}, "^eps=-1e-07 must be a number of at least 0"),
-        (
-            {"adjust_lr_fn": "adamw"},
-            "^adjust_lr_fn='adamw' is not valid: it must be None, 'original' or 'match_rms_adamw'",
-        ),
+        ({"adjust_lr_fn": "adamw"}, "^adjust_lr_fn='adamw' is not valid: it must be None, 'original' or 'match_rms_adamw'"),
         ({"adjust_lr_fn": "original", "graft": "adam"}, "adjust_lr_fn='original' has no effect with graft='adam'"),
         ({"adamw": {"learning_rate": 1}}, "adamw has the unknown option 'learning_rate'"),
         ({"adamw": {"amsgrad": True}}, "amsgrad=True is not supported"),

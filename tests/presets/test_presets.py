@@ -180,12 +180,7 @@ def test_groups(make: Make, torch_class: Any) -> None:
 
 def test_options_win() -> None:
     opt = lather.from_adamw(
-        parameters(),
-        eps=1e-6,
-        factor_eps=1e-9,
-        weight_decay_mode="corrected",
-        precondition_frequency=7,
-        graft="rmsprop",
+        parameters(), eps=1e-6, factor_eps=1e-9, weight_decay_mode="corrected", precondition_frequency=7, graft="rmsprop"
     )
     group = opt.param_groups[0]
     assert (group["graft_eps"], group["eps"]) == (1e-6, 1e-9)
@@ -209,11 +204,7 @@ def test_names() -> None:
         (lather.from_adamw, {"factor_eps": -1.0}, "^factor_eps=-1.0 is not valid"),
         (lather.from_adamw, {"lr": -1.0}, "^lr=-1.0 is not valid"),
         (lather.from_adamw, {"weight_decay": torch.tensor(-1.0)}, "^weight_decay=-1.0 is not valid"),
-        (
-            lather.from_adagrad,
-            {"initial_accumulator_value": -1},
-            "^initial_accumulator_value=-1 is not valid: .* at least 0$",
-        ),
+        (lather.from_adagrad, {"initial_accumulator_value": -1}, "^initial_accumulator_value=-1 is not valid: .* at least 0$"),
         (lather.from_adagrad, {"lr_decay": -0.5}, "^lr_decay=-0.5 is not valid: .* at least 0$"),
         (lather.from_sgd, {"eps": 1e-6}, "has no effect with graft='sgd'"),
         (lather.from_sgd, {"nesterov": True}, "nesterov=True has no effect without momentum"),
@@ -243,17 +234,12 @@ FOREIGN: list[tuple[Make, Options, str]] = [
 def test_arguments_of_others(make: Make, options: Options, words: str) -> None:
     with pytest.raises(TypeError, match=f"^there is no option {words}"):
         make(parameters(), **options)
-    for groups in (
-        [{"params": parameters(), **options}],
-        [{"params": parameters()[:1]}, {"params": parameters(), **options}],
-    ):
+    for groups in ([{"params": parameters(), **options}], [{"params": parameters()[:1]}, {"params": parameters(), **options}]):
         with pytest.raises(ValueError, match=f"^param group has the unknown option {words}"):
             make(groups)
 
 
-@pytest.mark.parametrize(
-    "name", ["factor_eps", "decoupled_weight_decay", "adjust_lr_fn", "max_precond_dim", "ns_coefficients"]
-)
+@pytest.mark.parametrize("name", ["factor_eps", "decoupled_weight_decay", "adjust_lr_fn", "max_precond_dim", "ns_coefficients"])
 def test_arguments_of_presets_are_none_of_shampoo(name: str) -> None:
     for params in ([{"params": parameters(), name: 1}], lather.route(nn.Linear(4, 3), [("weight", {name: 1})])):
         with pytest.raises(ValueError, match=f"unknown option '{name}'; in Shampoo it is"):

@@ -1,4 +1,5 @@
-"""Fleets against the textbook twin in float64, option by option, and what they must leave alone."""
+"""The executor by kernels: against the textbook twin in float64, option by option; against the executor by torch; and what it
+must leave alone."""
 
 from __future__ import annotations
 
@@ -10,8 +11,12 @@ from reference import Reference
 
 import lather
 from lather.compute import slices
-from lather.compute.kernel_executor import Call, Fleet
-from lather.compute.slices import Window
+from lather.compute.kernel_executor import KernelExecutor
+from lather.compute.slices import Window, scratch_sizes
+from lather.compute.torch_executor import TorchExecutor
+from lather.storage.buffers import Scratch
+from lather.storage.step import Stored
+from lather.storage.update import rate_of
 
 # Blocks that are aligned or not, of one tile or several, cut by columns, of two modes, three, one, none and four; the last
 # one lies in aligned rows.
@@ -55,7 +60,19 @@ def take(opt, params, grads):
     for p, grad in zip(params, grads, strict=True):
         p.grad = grad
     opt.step()
-    assert opt._units[0].fleets and not opt._units[0].alone
+    assert by_kernels(opt) and not by_torch(opt)
+
+
+def by_kernels(opt):
+    return [executor for executor in opt._session.run.units[0].executors if isinstance(executor, KernelExecutor)]
+
+
+def by_torch(opt):
+    return [executor for executor in opt._session.run.units[0].executors if isinstance(executor, TorchExecutor)]
+
+
+def prepared(opt):
+    return opt._session.prepare(opt.param_groups, opt.state)
 
 
 def run(params, first, last, shapes=SHAPES, **options):
@@ -69,10 +86,9 @@ def offsets_of(opt):
     """When blocks are refreshed, as the twin wants to know it."""
     if opt.param_groups[0]["refresh"] != "staggered":
         return None
-    with torch.no_grad():
-        opt._prepare_together()
-    blocks = opt._plan.blocks
-    return {(blocks[i].param, blocks[i].index): o for i, o in opt._plan.offsets(0).items()}
+    made = prepared(opt)
+    blocks, offsets = made.plan.blocks, made.offsets(0, opt._session.settings[0])
+    return {(blocks[i].param, blocks[i].index): offset for i, offset in offsets.items()}
 
 
 def pair(params, **options):
@@ -88,7 +104,7 @@ def assert_close(got, expected, tolerance=1e-6):
 
 
 def snapshot(opt):
-    return [(bank, {role: tensor.clone() for role, tensor in bank.state.items()}) for bank in opt._banks]
+    return [(bank, {role: tensor.clone() for role, tensor in bank.state.items()}) for bank in opt._session.run.banks]
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
@@ -101,9 +117,30 @@ def test_agrees_with_the_twin(options):
     assert_close(params, twin.params)
 
 
+@pytest.mark.parametrize("name", ["packed", "momentum", "kl"])
+def test_agrees_with_torch(name, monkeypatch):
+    """Both executors give the same parameters and the same state, up to rounding. A parameter sits one step out."""
+    ours, theirs = parameters(WHOLE), parameters(WHOLE)
+    kernels = lather.Shampoo(ours, **GIVEN | CASES[name])
+    prepared(kernels)
+    monkeypatch.setattr(slices, "suits", lambda *_: False)
+    plain = lather.Shampoo(theirs, **GIVEN | CASES[name])
+    for step in range(1, 4):
+        grads = [None if (i, step) == (1, 2) else grad for i, grad in enumerate(gradients(step, WHOLE))]
+        take(kernels, ours, grads)
+        for q, grad in zip(theirs, grads, strict=True):
+            q.grad = grad
+        plain.step()
+    assert by_torch(plain) and not by_kernels(plain)
+    for p, q in zip(ours, theirs, strict=True):
+        assert_close([p], [q.detach().double()])
+        mine, other = kernels.state[p], plain.state[q]
+        assert mine.keys() == other.keys()
+        assert_close(mine.values(), [value.double() for value in other.values()])
+
+
 @pytest.mark.parametrize(
-    ("method", "default"),
-    [("shampoo", torch.bfloat16), ("kl", torch.float32), ("kl", torch.bfloat16), ("soap", torch.float64)],
+    ("method", "default"), [("shampoo", torch.bfloat16), ("kl", torch.float32), ("kl", torch.bfloat16), ("soap", torch.float64)]
 )
 def test_late_roots_and_the_default_dtype(method, default):
     """Roots are published before anything is taken in, as factors of KL-Shampoo see them; the default dtype has no say."""
@@ -179,7 +216,7 @@ def test_a_filter_that_kernels_do_not_have_is_switched_on():
             p.grad = grad
         opt.step()
         twin.step(gradients(step, WHOLE))
-    assert not opt._units[0].fleets
+    assert by_torch(opt) and not by_kernels(opt)
     assert_close(params, twin.params)
 
 
@@ -188,8 +225,8 @@ def test_an_element_without_a_finite_direction_stays():
     params = parameters([(8, 8)])
     opt = run(params, 1, 4, [(8, 8)], graft=None, betas=(0.0, 0.99))
     with torch.no_grad():
-        opt._banks[0].state["X0"][0, 0].fill_(3e38)
-        opt._banks[0].state["X1"].mul_(1e3)
+        opt._session.run.banks[0].state["X0"][0, 0].fill_(3e38)
+        opt._session.run.banks[0].state["X1"].mul_(1e3)
     take(opt, params, gradients(5, [(8, 8)]))
     assert params[0].isfinite().all()
 
@@ -226,7 +263,7 @@ def test_parameters_that_kernels_cannot_write_go_alone(move):
             p.grad = grad
         opt.step()
         twin.step(gradients(step, shapes))
-    assert opt._units[0].fleets and opt._units[0].alone
+    assert by_kernels(opt) and by_torch(opt)
     assert_close(params, twin.params)
 
 
@@ -239,9 +276,8 @@ def test_spectral_goes_alone_and_vectors_do_not(options):
             p.grad = grad
         opt.step()
         twin.step(gradients(step))
-    (unit,) = opt._units
-    assert {share.key.modes for fleet in unit.fleets for share in fleet.parts} == {()}
-    assert all(unit.banks[i].key.modes for i in unit.alone)
+    assert {piece.key.modes for executor in by_kernels(opt) for piece in executor.slices} == {()}
+    assert by_torch(opt) and all(executor.key.modes for executor in by_torch(opt))
     assert_close(params, twin.params, tolerance=1e-5)
 
 
@@ -303,18 +339,18 @@ def test_parameters_of_half_the_size(dtype):
         twin.step(gradients(step, dtype=dtype))
         for p, q in zip(params, twin.params, strict=True):
             torch.testing.assert_close(p.detach().double(), q, rtol=torch.finfo(dtype).eps, atol=1e-6)
-    assert all(t.dtype == torch.float32 for bank in opt._banks for t in bank.state.values() if t.is_floating_point())
+    assert all(t.dtype == torch.float32 for bank in opt._session.run.banks for t in bank.state.values() if t.is_floating_point())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_averages_of_fleets_in_parts(dtype, monkeypatch):
-    """Directions of kernels go through the rules: with parts of banks too, and the same bits."""
+def test_averages_of_banks_in_parts(dtype, monkeypatch):
+    """Torch applies what kernels give out: with slices of banks too, and the same bits."""
     whole, parts = parameters(dtype=dtype), parameters(dtype=dtype)
     one = run(whole, 1, 4, averaging="schedule_free", weight_decay=0.1)
-    assert not any(fleet.lands for fleet in one._units[0].fleets)
+    assert not any(executor.moves_parameters for executor in by_kernels(one))
     monkeypatch.setattr(slices, "LARGEST", 200)
     many = run(parts, 1, 4, averaging="schedule_free", weight_decay=0.1)
-    assert len(many._units[0].landings) > len(one._units[0].landings)
+    assert len(many._session.run.units[0].writes) > len(one._session.run.units[0].writes)
     for mode in ("train", "eval"):
         assert all(torch.equal(p, q) for p, q in zip(whole, parts, strict=True)), mode
         one.eval()
@@ -341,68 +377,57 @@ def test_numbers_change_between_steps():
     assert_close(params, twin.params)
 
 
-def test_a_fleet_in_parts_gives_the_same_bits(monkeypatch):
+def test_slices_of_banks_give_the_same_bits(monkeypatch):
     whole, parts = parameters(), parameters()
-    assert len(run(whole, 1, 3)._units[0].fleets) == 1
+    assert len(by_kernels(run(whole, 1, 3))) == 1
     monkeypatch.setattr(slices, "LARGEST", 200)
     opt = run(parts, 1, 3)
-    fleets = opt._units[0].fleets
-    assert len(fleets) > 3 and max(fleet.n for fleet in fleets) < sum(len(bank.blocks) for bank in opt._banks)
-    assert any(part.n < len(part.bank.blocks) for fleet in fleets for part in fleet.parts)
+    executors, slots = by_kernels(opt), sum(len(bank.blocks) for bank in opt._session.run.banks)
+    assert len(executors) > 3 and max(executor.n for executor in executors) < slots
+    assert any(piece.n < len(piece.bank.blocks) for executor in executors for piece in executor.slices)
     assert all(torch.equal(p, q) for p, q in zip(whole, parts, strict=True))
 
 
-def travelling(opt, raw):
-    """The fleet of an optimizer, reading stacks unless ``raw``, and returning directions."""
-    fleet = opt._units[0].fleets[0]
-    parts = [
-        part
-        if raw
+def travelling(opt, reads_gradients):
+    """The executor of an optimizer, for directions that leave; and for gradients in stacks unless it ``reads_gradients``."""
+    (executor,) = by_kernels(opt)
+    found = [
+        piece
+        if reads_gradients
         else replace(
-            part,
-            tensor_indices=[i] * part.n,
-            windows=[Window(k * part.numel, (part.numel,), (1,)) for k in range(part.n)],
+            piece, tensor_indices=[i] * piece.n, windows=[Window(k * piece.numel, (piece.numel,), (1,)) for k in range(piece.n)]
         )
-        for i, part in enumerate(fleet.parts)
+        for i, piece in enumerate(executor.slices)
     ]
-    return Fleet(parts, raw=raw, lands=False)
+    settings, scratch = opt._session.settings[0], Scratch({"cpu": torch.device("cpu")})
+    for role, (dtype, numel) in scratch_sizes(found, settings).items():
+        scratch.reserve((role, "cpu", dtype), numel)
+    return KernelExecutor(found, settings, scratch, reads_gradients=reads_gradients, moves_parameters=False)
 
 
-@pytest.mark.parametrize(("raw", "betas"), [(True, (0.0, 0.999)), (False, (0.9, 0.999))], ids=["out", "in and out"])
-def test_gradients_from_stacks_and_directions_that_leave(raw, betas):
-    """What a fleet returns moves the parameters as a fleet does that moves them itself; a slot that sits out is NaN."""
+@pytest.mark.parametrize(("reads_gradients", "betas"), [(True, (0.0, 0.999)), (False, (0.9, 0.999))], ids=["out", "in and out"])
+def test_gradients_from_stacks_and_directions_that_leave(reads_gradients, betas):
+    """The directions move the parameters as an executor does that moves them itself. A slot that sits out is NaN."""
     params, others = parameters(WHOLE), parameters(WHOLE)
     direct, opt = (lather.Shampoo(p, **GIVEN | {"betas": betas}) for p in (params, others))
-    with torch.no_grad():
-        opt._prepare_together()
-    fleet, group, steps = travelling(opt, raw), opt.param_groups[0], [0] * len(WHOLE)
-    scratch = {
-        role: torch.zeros(numel, dtype=dtype)
-        for role, (dtype, numel) in slices.scratch_sizes(fleet.parts, group).items()
-    }
+    made = prepared(opt)
+    executor, settings = travelling(opt, reads_gradients), opt._session.settings
+    stored = Stored({i: p.detach() for i, p in enumerate(others)}, {}, {})
+    rates = [rate_of(opt.param_groups[0], settings[0])]
     for step in range(1, 4):
         grads = gradients(step, WHOLE)
         if step == 2:
             grads[1] = None
         take(direct, params, grads)
-        steps = [t + (grad is not None) for t, grad in zip(steps, grads, strict=True)]
-        filled = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(others, grads, strict=True)]
-        stacks = [torch.stack([filled[block.param] for block in part.blocks]) for part in fleet.parts]
-        call = Call(
-            group=group,
-            steps=[steps[i] for i in fleet.params],
-            active=[grads[i] is not None for i in fleet.params],
-            offsets=None,
-            scratch=scratch,
-            sources=[filled[i] for i in fleet.members] if raw else stacks,
-            addresses=[x.data_ptr() for x in ([filled[i] for i in fleet.members] if raw else stacks)],
-            grad_dtype=torch.float32,
-            params=[others[i].detach() for i in fleet.members] if raw else (),
-        )
+        there = {i: grad for i, grad in enumerate(grads) if grad is not None}
+        job = executor.job(replace(made.begin(there, settings, rates, opt.param_groups), stored=stored))
+        stacks = [
+            torch.stack([there.get(block.param, torch.zeros(block.shape)) for block in piece.blocks]) for piece in executor.slices
+        ]
         with torch.no_grad():
-            directions = fleet.update(call)
-            for i, part in enumerate(fleet.parts):
-                for block, direction in zip(part.blocks, fleet.stack(directions, i), strict=True):
+            directions = executor.update(job, [None] * len(stacks) if reads_gradients else stacks)
+            for piece, stack in zip(executor.slices, directions, strict=True):
+                for block, direction in zip(piece.blocks, stack, strict=True):
                     assert direction.isnan().all() == direction.isnan().any() == (grads[block.param] is None)
                     others[block.param].sub_(GIVEN["lr"] * direction.nan_to_num())
     assert_close(others, [p.detach().double() for p in params], 2e-7)
@@ -422,7 +447,7 @@ def test_factors(size, precision, low, high):
         take(opt, params, grads)
     finally:
         torch.set_float32_matmul_precision(before)
-    for bank in opt._banks:
+    for bank in opt._session.run.banks:
         for slot, block in enumerate(bank.blocks):
             g = grads[block.param].double().view(bank.key.shape)
             for mode in range(g.dim()):

@@ -79,12 +79,7 @@ MIX: dict[str, dict[str, Any]] = {
     "diagonal": {"large_dim": "diagonal", "max_preconditioner_dim": 10, "graft": "sgd", "merge_dims": False},
     "adagrad": {"large_dim": "adagrad", "max_preconditioner_dim": 10, "graft": None},
     "soap": {"preconditioner": "soap", "graft": None, "max_preconditioner_dim": 12},
-    "soap, diagonal": {
-        "preconditioner": "soap",
-        "large_dim": "diagonal",
-        "merge_dims": False,
-        "max_preconditioner_dim": 10,
-    },
+    "soap, diagonal": {"preconditioner": "soap", "large_dim": "diagonal", "merge_dims": False, "max_preconditioner_dim": 10},
     "vectors": {"precondition_1d": True, "graft": "adagrad", "exponent": {1: 0.25, 2: 0.5}},
 }
 

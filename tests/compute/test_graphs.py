@@ -1,0 +1,134 @@
+"""The bookkeeping of CUDA graphs, without a GPU."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lather.compute import graphs as module
+from lather.compute.graphs import BRANCHES, Graphs, side_by_side
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A device that writes down what is done with it. As in CUDA, only the thread that captures is told so."""
+    log = []
+    state = SimpleNamespace(log=log, capturing=False, thread=threading.get_ident(), branches=0)
+
+    class Graph:
+        def capture_begin(self, **options):
+            state.capturing = True
+            log.append("begin")
+
+        def capture_end(self):
+            state.capturing = False
+            log.append("end")
+
+        def replay(self):
+            log.append("replay")
+
+    class Stream:
+        device = torch.device("cuda", 0)
+
+        def wait_stream(self, other):
+            pass
+
+        def __enter__(self):
+            state.branches += 1
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    fakes = {
+        "CUDAGraph": Graph, "Stream": Stream, "current_stream": Stream, "graph_pool_handle": lambda: (0, 1),
+        "stream": lambda stream: stream, "is_available": lambda: True, "current_device": lambda: 0,
+        "is_current_stream_capturing": lambda: state.capturing and threading.get_ident() == state.thread,
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(module, "stream_of", lambda device, number: Stream())
+    return state
+
+
+def test_what_comes_twice_is_captured_and_replayed_from_then_on(cuda):
+    graphs = Graphs()
+    launch = lambda: cuda.log.append("launch")  # noqa: E731
+    for _ in range(4):
+        graphs.run("a", launch)
+    assert cuda.log == ["launch", "begin", "launch", "end", "replay", "replay", "replay"]
+    cuda.log.clear()
+    graphs.run("b", launch)
+    graphs.run("a", launch)
+    assert cuda.log == ["launch", "replay"]
+
+
+def test_too_many_keys_are_launched(cuda, monkeypatch):
+    monkeypatch.setattr(Graphs, "MOST", 3)
+    graphs = Graphs()
+    launch = lambda: cuda.log.append("launch")  # noqa: E731
+    graphs.run("early", launch)
+    graphs.run("early", launch)
+    for i in range(8):
+        graphs.run(i, launch)
+        graphs.run(i, launch)
+    assert 1 <= cuda.log.count("begin") <= 4
+    cuda.log.clear()
+    graphs.run("early", launch)
+    graphs.run(7, launch)
+    assert cuda.log == ["replay", "launch"]
+
+
+def test_a_capture_of_the_user_takes_launches(cuda):
+    graphs = Graphs()
+    launch = lambda: cuda.log.append("launch")  # noqa: E731
+    graphs.run("a", launch)
+    cuda.capturing = True
+    graphs.run("a", launch)
+    assert cuda.log == ["launch", "launch"]
+
+
+def test_a_capture_that_fails_is_the_last(cuda):
+    graphs = Graphs()
+
+    def launch():
+        cuda.log.append("launch")
+        if cuda.capturing:
+            raise RuntimeError("no memory")
+
+    graphs.run("a", launch)
+    with pytest.warns(UserWarning, match="no memory"):
+        graphs.run("a", launch)
+    assert not cuda.capturing and cuda.log == ["launch", "begin", "launch", "end", "launch"]
+    cuda.log.clear()
+    graphs.run("a", launch)
+    graphs.run("b", launch)
+    graphs.run("b", launch)
+    assert cuda.log == 3 * ["launch"]
+
+
+@pytest.mark.parametrize("other_thread", [False, True])
+def test_branches_belong_to_the_thread_that_captures(cuda, other_thread):
+    """A thread in the background must not launch into the capture of another one."""
+    cuda.capturing, done = True, []
+    work = partial(side_by_side, [partial(done.append, i) for i in range(3)])
+    if other_thread:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    else:
+        work()
+    assert done == [0, 1, 2] and cuda.branches == (0 if other_thread else 3)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_side_by_side_does_everything_once(cuda, capturing):
+    cuda.capturing, done, numbers = capturing, [], list(range(2 * BRANCHES + 1))
+    side_by_side([partial(done.append, i) for i in numbers])
+    assert done == numbers
+    side_by_side([])
+    assert done == numbers

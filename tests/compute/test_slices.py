@@ -1,0 +1,176 @@
+"""Which blocks go through kernels together, where they lie in memory, and the buffers that they need."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lather
+from lather import roots
+from lather.compute import slices
+from lather.compute.slices import BankSlice, Window, divide_banks, find_window, scratch_sizes
+from lather.planning.plan import BankKey, Transport
+from lather.settings import resolve
+
+GROUP = lather.Shampoo([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
+
+
+def settings(**options):
+    return resolve(GROUP | options)
+
+
+def key(shape, modes=("full", "full"), group=0, dtype="float32", kind="kronecker"):
+    return BankKey(Transport(0), group=group, dtype=dtype, kind=kind, shape=shape, modes=modes, device="cpu")
+
+
+# Where a block lies.
+
+
+@st.composite
+def boxes(draw):
+    """A tensor of some memory format, and a box in it."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
+    order = draw(st.permutations(range(len(shape))))
+    x = torch.arange(math.prod(shape)).view([shape[i] for i in order])
+    x = x.permute([order.index(i) for i in range(len(shape))])
+    start = [draw(st.integers(0, d - 1)) for d in shape]
+    return x, start, [draw(st.integers(1, d - a)) for a, d in zip(start, shape, strict=True)]
+
+
+@given(boxes())
+def test_a_window_has_the_elements_of_a_box_in_their_order(box):
+    x, start, shape = box
+    window = find_window(start, shape, x.stride())
+    inside = x[tuple(slice(a, a + d) for a, d in zip(start, shape, strict=True))]
+    if window is None:
+        assert inside.dim() > 3
+    else:
+        memory = torch.arange(x.numel())
+        for sizes, strides in ((window.sizes, window.strides), window.in_three_dims()):
+            assert torch.equal(memory.as_strided(sizes, strides, window.offset).flatten(), inside.flatten())
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "expected"),
+    [
+        ((), (), Window(0, (1,), (1,))),
+        ((4, 6), (6, 1), Window(0, (24,), (1,))),
+        ((4, 3), (6, 1), Window(0, (4, 3), (6, 1))),  # columns of a wider matrix
+        ((4, 6), (1, 4), Window(0, (4, 6), (1, 4))),
+        ((8, 4, 3, 3), (36, 1, 12, 4), Window(0, (8, 4, 9), (36, 1, 4))),  # channels last
+        ((2, 3, 4, 5), (1, 2, 6, 24), None),
+    ],
+)
+def test_windows(shape, strides, expected):
+    assert find_window((0,) * len(shape), shape, strides) == expected
+
+
+# Slices.
+
+
+def test_a_slice():
+    matrices = BankSlice(key((24, 40)), 2, 5)
+    assert (matrices.n, matrices.numel, matrices.flat_numel) == (3, 960, 2880)
+    assert matrices.kernel_factors and matrices.half_shape == (64, 1, 64) and matrices.half_numel == 3 * 64 * 64
+    vectors = BankSlice(key((33,), ()), 0, 3)
+    assert vectors.flat_numel == 112 and not vectors.kernel_factors and vectors.half_numel == 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30), st.integers(0, 1)), max_size=6), st.integers(1, 400))
+def test_every_slot_is_computed_once_and_sizes_are_bounded(banks, largest):
+    banks = [(key((d, d + i), group=group), n) for i, (d, n, group) in enumerate(banks)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slices, "LARGEST", largest)
+        patch.setattr(slices, "suits", lambda *_: True)
+        together = divide_banks(banks, [settings(), settings()])
+    found = sorted((piece.key.shape, slot) for found in together for piece in found for slot in range(piece.start, piece.stop))
+    assert found == sorted((key.shape, slot) for key, n in banks for slot in range(n))
+    for mine in together:
+        assert len({piece.key.group for piece in mine}) == 1
+        assert len(mine) == 1 or sum(piece.flat_numel for piece in mine) <= largest
+        assert all(piece.n == 1 or piece.n * piece.numel <= largest for piece in mine)
+
+
+def test_slices_that_go_together_are_of_one_kind(monkeypatch):
+    monkeypatch.setattr(slices, "suits", lambda device, dtype, settings: dtype != "float64")
+    kinds = [key((8, 8)), key((8, 9)), key((8, 8), dtype="bfloat16"), key((8, 8), dtype="float64"), key((8,), (), kind="adagrad")]
+    together = divide_banks([(kind, 2) for kind in kinds], [settings()])
+    assert [[kinds.index(piece.key) for piece in found] for found in together] == [[0, 1], [2], [4]]
+
+
+@pytest.mark.parametrize(
+    ("method", "graft", "expected"),
+    [
+        ("shampoo", None, [[((8, 8), False), ((8,), False)]]),
+        ("spectral", "adam", [[((8,), False)]]),
+        ("kl", None, [[((8, 8), True), ((8,), False)]]),
+        ("soap", "adam", [[((8, 8), True), ((8,), False)]]),
+        ("soap", None, [[((8, 8), True)], [((8,), False)]]),
+    ],
+)
+def test_methods_that_update_factors_in_their_own_way(method, graft, expected, monkeypatch):
+    """There are no kernels for a polar factor. Vectors of SOAP without a graft follow Adam, so they go apart."""
+    monkeypatch.setattr(slices, "suits", lambda *_: True)
+    group = settings(preconditioner=method, graft=graft)
+    banks = [(key((8, 8)), 2), (key((8,), (), kind="graft"), 2)]
+    together = divide_banks(banks, [group])
+    assert [[(piece.shape, piece.custom_factors) for piece in found] for found in together] == expected
+    assert [piece.kernel_factors for found in together for piece in found] == [
+        shape == (8, 8) and not custom for found in expected for shape, custom in found
+    ]
+
+
+def test_only_cuda_has_kernels(monkeypatch):
+    monkeypatch.setattr(slices, "has_kernels", lambda device: device.type == "cuda")
+    plain = settings(betas=(0.9, 0.999))
+    assert not slices.suits("cpu", "float32", plain)
+    assert slices.suits("cuda", "float32", plain)
+    assert slices.suits("cuda:1", "bfloat16", settings(betas=(0.9, 0.999), beta3=0.9))
+    assert not slices.suits("cuda", "float64", plain)
+    assert not slices.suits("cuda", "float32", settings(beta3=0.5))
+    assert not slices.suits("cuda", "float32", settings(state_dtype="bfloat16"))
+    monkeypatch.setattr(slices, "has_kernels", lambda device: False)
+    assert not slices.suits("cuda", "float32", plain)
+
+
+def test_gpus_that_kernels_are_made_for(monkeypatch):
+    ask, gpu = roots.has_kernels, torch.device("cuda:0")
+    monkeypatch.setattr(roots.products, "_has_triton", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert ask(gpu) and not ask(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert ask(torch.device("cuda:1"))  # which is not there
+    for capability, able in (((7, 5), False), ((8, 0), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert ask(gpu) is able
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not ask(gpu)
+    for memory, stages in (({"shared_memory_per_block_optin": 232448}, 3), ({"shared_memory_per_block_optin": 101376}, 2), ({}, 2)):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=memory: SimpleNamespace(**found))
+        assert roots.stages.__wrapped__(gpu) == stages
+
+
+def test_scratch():
+    matrices, thin, thick, vectors = (
+        BankSlice(key((24, 40)), 0, 3),
+        BankSlice(key((4, 70, 9), ("full",) * 3), 0, 2),
+        BankSlice(key((4, 3, 17), ("full",) * 3), 0, 2),
+        BankSlice(key((33,), ()), 0, 1),
+    )
+    plane = 3 * 64 * 64 + slices.SIDE * 64
+    assert scratch_sizes([matrices, vectors], settings()) == {
+        "flat": (torch.float32, 2880 + 48),
+        "halves": (torch.float16, 2 * plane),
+    }
+    plane = 2 * 64 * 9 * 128 + slices.SIDE * 9 * 128
+    assert scratch_sizes([thin], settings()) == {"flat": (torch.float32, 2 * 2520), "halves": (torch.float16, 2 * plane)}
+    assert scratch_sizes([matrices, thick], settings())["plain"] == (torch.float32, 2880 + 416)
+    assert "plain" in scratch_sizes([matrices], settings(betas=(0.0, 0.999)))
+    assert scratch_sizes([vectors], settings())["halves"] == (torch.float16, 0)

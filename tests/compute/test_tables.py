@@ -1,0 +1,215 @@
+"""The tables that kernels read."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import lather
+from lather.compute import slices, tables
+from lather.compute.slices import Window, scratch_sizes
+from lather.compute.tables import Tables, running_totals
+from lather.kernels import schema
+from lather.kernels.schema import Alignment, FactorJob, SlotTable, TensorAddresses, ThinChunk, ThinFactor, Tile
+
+KERNELS = [Path(schema.__file__).with_name(f"{name}.py") for name in ("step", "dense", "tiles")]
+
+
+def addends(node):
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return [*addends(node.left), *addends(node.right)]
+    return [node]
+
+
+def test_kernels_find_every_column_by_its_name():
+    """All names of the schema are used, and kernels have no other way to find a column."""
+    nodes = [node for path in KERNELS for node in ast.walk(ast.parse(path.read_text()))]
+    used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    found = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("columns("):
+            (constants,), (table, *names) = node.targets, node.value.args
+            for constant, name in zip(constants.elts, names, strict=True):
+                assert constant.id in used and name.value in constant.id.lower()
+                found.setdefault(table.id, []).append(name.value)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("tl.load", "tl.store"):
+            assert not any(isinstance(part, ast.Constant) for part in addends(node.args[0])), ast.unparse(node)
+    by_torch = {"Numbers": {"factor_correction"}, "Corrections": {"factors"}}
+    expected = {
+        name: sorted(set(kind._fields) - by_torch.get(name, set()))
+        for name, kind in vars(schema).items()
+        if hasattr(kind, "_fields") and kind is not TensorAddresses  # whose rows are arguments of kernels
+    }
+    assert {table: sorted(names) for table, names in found.items()} == expected
+
+
+def made_for(shapes, monkeypatch, **options):
+    """A run on the CPU, the executor of slices that kernels would compute together, their tables, and the buffer of halves."""
+    monkeypatch.setattr(slices, "suits", lambda *_: True)
+    opt = lather.Shampoo([torch.nn.Parameter(torch.randn(shape)) for shape in shapes], **options)
+    run = opt._session.prepare(opt.param_groups, opt.state)
+    (found,) = run.units[0].executors
+    dtype, numel = scratch_sizes(found.slices, opt._session.settings[0])["halves"]
+    halves = torch.zeros(numel, dtype=dtype)
+    return run, found, Tables(found.slices, halves), halves
+
+
+def rows_of(table, kind):
+    """The rows of a table by the names of their columns."""
+    return [kind(*row) for row in table.tolist()]
+
+
+def small(monkeypatch):
+    monkeypatch.setattr(tables, "BLOCK", 256)
+    for module in (slices, tables):
+        monkeypatch.setattr(module, "SIDE", 16)
+    monkeypatch.setattr(slices, "DEPTH", 16)
+
+
+def test_every_column_of_a_known_block(monkeypatch):
+    """The right half of a matrix of 44 columns, which has two tiles."""
+    small(monkeypatch)
+    options = {"max_preconditioner_dim": 24, "betas": (0.9, 0.99), "graft": "adam"}
+    run, found, made, halves = made_for([(5,), (17, 44)], monkeypatch, **options)
+    blocks = [block for part in found.slices for block in part.blocks]
+    slot = next(i for i, block in enumerate(blocks) if block.region.start == (0, 22))
+    block, numel = blocks[slot], 17 * 22
+    (bank,) = [bank for bank in run.banks if block in bank.blocks]
+    state = {role: tensor[bank.blocks.index(block)] for role, tensor in bank.state.items()}
+    half_address = halves.data_ptr() + 2 * 32 * 32  # the other half of the matrix comes first
+    flat_offset = found._starts[next(i for i, part in enumerate(found.slices) if block in part.blocks)] + numel
+    tile = Tile(
+        slot=slot,
+        tensor=found._members.index(1),
+        start=0,
+        numel=numel,
+        window_offset=22,
+        middle_size=17,
+        inner_size=22,
+        outer_stride=0,
+        middle_stride=44,
+        inner_stride=1,
+        flat_offset=flat_offset,
+        filter_address=state["m"].data_ptr(),
+        moment_address=state["v"].data_ptr(),
+        half_address=half_address,
+        columns=22,
+        padded_columns=32,
+        third_size=1,
+    )
+    first, count, root = SlotTable(*made.slots[:, slot].tolist())
+    tiles = [row for found in made.ranges for row in rows_of(found.tiles, Tile)]
+    assert tiles[first : first + count] == [tile, tile._replace(start=256)] and root == state["X0"].data_ptr()
+    jobs = [job for launch in made.factors for job in rows_of(launch.jobs, FactorJob) if job.slot == slot]
+    rows, columns = (
+        FactorJob(
+            slot=slot,
+            half_address=half_address,
+            row_stride=32,
+            depth=32,
+            factor_address=state[f"L{mode}"].data_ptr(),
+            side=side,
+            tile_row=1,
+            tile_column=0,
+        )
+        for mode, side in enumerate((17, 22))
+    )
+    assert len(jobs) == 6 and rows in jobs and columns in jobs
+
+
+def test_tables(monkeypatch):
+    small(monkeypatch)
+    shapes = [(24, 16), (24, 16), (17, 35), (33,), ()]
+    run, found, made, halves = made_for(shapes, monkeypatch, max_preconditioner_dim=24)
+    blocks = [block for part in found.slices for block in part.blocks]
+    rows = [row for found in made.ranges for row in rows_of(found.tiles, Tile)]
+    assert [found.alignment for found in made.ranges] == [Alignment.CONTIGUOUS, Alignment.SCATTERED]
+    assert {row.slot for row in rows_of(made.ranges[0].tiles, Tile)} == {
+        i for i, block in enumerate(blocks) if block.param in (0, 1)
+    }
+
+    slots = SlotTable(*made.slots.tolist())
+    for slot, block in enumerate(blocks):
+        mine = rows[slots.first_tile[slot] :][: slots.num_tiles[slot]]
+        numel = block.region.numel
+        assert {(row.slot, row.numel, found._members[row.tensor]) for row in mine} == {(slot, numel, block.param)}
+        assert [row.start for row in mine] == list(range(0, numel, 256))
+        bank, i = next((bank, bank.blocks.index(block)) for bank in run.banks if block in bank.blocks)
+        assert made.skip_counters[slot] == bank.counts[0, i].data_ptr()
+        assert mine[0].filter_address == bank.state["m"][i].data_ptr()
+        assert slots.root_address[slot] == (bank.state["X0"][i].data_ptr() if "X0" in bank.state else 0)
+    assert sum(slots.num_tiles) == len(rows) == len(made.tile_sums) == len(made.graft_sums)
+
+    jobs = {(launch.by_rows, launch.aligned): rows_of(launch.jobs, FactorJob) for launch in made.factors}
+    sides = {kind: sorted({job.side for job in mine}) for kind, mine in jobs.items()}
+    assert sides == {(True, False): [17, 24], (False, True): [16], (False, False): [17, 18]}
+    high_halves = range(0, 2 * sum(part.half_numel for part in found.slices), 2)
+    assert all(job.half_address - halves.data_ptr() in high_halves for mine in jobs.values() for job in mine)
+    tall = [(job.tile_row, job.tile_column) for job in jobs[True, False] if job.side == 24]
+    assert sorted(tall) == sorted(2 * [(0, 0), (1, 0), (1, 1)])
+
+
+@pytest.mark.parametrize(
+    ("window", "alignment"),
+    [
+        (Window(8, (32,), (1,)), Alignment.CONTIGUOUS),
+        (Window(16, (4, 8), (24, 1)), Alignment.ROWS),
+        (Window(0, (2, 2, 8), (48, 24, 1)), Alignment.ROWS),
+        (Window(4, (32,), (1,)), Alignment.SCATTERED),
+        (Window(0, (36,), (1,)), Alignment.SCATTERED),
+        (Window(0, (8, 4), (24, 1)), Alignment.SCATTERED),
+        (Window(0, (4, 8), (20, 1)), Alignment.SCATTERED),
+        (Window(0, (4, 8), (8, 2)), Alignment.SCATTERED),
+    ],
+)
+def test_alignment(window, alignment):
+    assert window.alignment() == alignment
+
+
+def test_thin_modes_are_summed_in_chunks_of_rows(monkeypatch):
+    monkeypatch.setattr(tables, "CHUNK", 1280)  # ten rows of 128 columns
+    options = {"max_preconditioner_dim": 100, "merge_dims": False}
+    _, found, made, _ = made_for([(4, 30), (20, 70, 9), (20, 70, 9)], monkeypatch, **options)
+    (part,) = [part for part in found.slices if part.third_size > 1]
+    chunks, factors = rows_of(made.thin.chunks, ThinChunk), rows_of(made.thin.factors, ThinFactor)
+    assert made.thin.sums.shape == (14, 16, 16)
+    start = chunks[0].half_address
+    assert chunks == [
+        ThinChunk(
+            half_address=start + 2 * (64 * block + row) * 9 * 128, num_rows=min(10, 64 - row), third_size=9, padded_columns=128
+        )
+        for block in range(2)
+        for row in range(0, 64, 10)
+    ]
+    first = found.firsts[found.slices.index(part)]
+    blocks = [row for found in made.ranges for row in rows_of(found.tiles, Tile) if row.slot == first]
+    assert blocks[0].half_address == start and (blocks[0].columns, blocks[0].padded_columns) == (70, 128)
+    assert factors == [
+        ThinFactor(slot=first + i, first_chunk=7 * i, num_chunks=7, factor_address=part.state["L2"][i].data_ptr(), side=9)
+        for i in range(2)
+    ]
+
+
+def test_launch_goes_over_all_tiles(monkeypatch):
+    _, _, made, _ = made_for([(24, 16), (9,)], monkeypatch)
+    calls = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda **arguments: calls.append((grid, arguments))
+
+    made.launch(Kernel(), {"flat": 1}, made.tile_sums)
+    made.launch(Kernel(), {"flat": 1})
+    assert [(grid, arguments["ALIGNED"]) for grid, arguments in calls] == 2 * [
+        ((1,), Alignment.CONTIGUOUS),
+        ((1,), Alignment.SCATTERED),
+    ]
+    assert calls[0][1]["partial"].data_ptr() == made.tile_sums.data_ptr() and "partial" not in calls[2][1]
+    assert calls[1][1]["partial"].data_ptr() == made.tile_sums[1:].data_ptr()
+
+
+def test_running_totals():
+    assert running_totals([3, 0, 4]) == [0, 3, 3, 7] and running_totals([]) == [0]
