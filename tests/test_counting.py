@@ -1,14 +1,18 @@
-"""What can be counted: operations dispatched per step, host reads, and what is left alone."""
+"""What can be counted: operations and host reads of a step, and how far a reader has to follow it through the package."""
 
 from __future__ import annotations
 
+import pathlib
+import sys
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lather
+import lather.options
 
 HOST_READS = ("aten._local_scalar_dense.default", "aten.nonzero.default", "aten.equal.default", "aten.item.default")
 
@@ -83,6 +87,21 @@ def test_lr_tensor_on_the_host_is_no_device_read():
     assert not [n for n in HOST_READS if counted_steps(2, (4, 4), lr=torch.tensor(0.1))[5][n]]
 
 
+def test_an_lr_tensor_is_checked_when_it_is_new():
+    """Not again when another option changes."""
+    p = torch.nn.Parameter(torch.randn(4, 4))
+    opt = lather.Shampoo([p], lr=torch.tensor(0.1))
+    for eps in (1e-3, 1e-4):
+        p.grad = torch.randn(4, 4)
+        opt.param_groups[0]["eps"] = eps
+        with Count() as counter:
+            opt.step()
+    assert not [name for name in HOST_READS if counter.ops[name]]
+    opt.param_groups[0]["lr"] = torch.tensor(-0.1)
+    with pytest.raises(ValueError, match=r"lr=.*is not valid"):
+        opt.step()
+
+
 def test_the_count_sees_host_reads():
     with Count() as counter:
         torch.ones(1).item()
@@ -101,6 +120,103 @@ def test_refresh_does_not_grow_with_the_number_of_parameters(options):
 
 
 def test_soap_by_track_reads_nothing_even_when_it_refreshes():
-    """Nor on a CPU, where what failed is asked for: but for that one look."""
+    """A CPU looks once whether a solver failed."""
     ops = counted_steps(3, (24, 16), root="track", **SOAP)[3]
-    assert {name: ops[name] for name in HOST_READS if ops[name]} == {"aten.nonzero.default": 2}  # sizes 24 and 16
+    assert sum(ops[name] for name in HOST_READS) == 2  # sizes 24 and 16
+
+
+# The way of a step through the package.
+
+ROOT = pathlib.Path(lather.__file__).parent
+WALKED = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.95),
+    "beta3": None,
+    "eps": 1e-12,
+    "damping": "absolute",
+    "weight_decay": 0.1,
+    "weight_decay_mode": "decoupled",
+    "momentum": 0.0,
+    "dampening": 0.0,
+    "nesterov": False,
+    "averaging": None,
+    "averaging_beta": None,
+    "averaging_decay": None,
+    "averaging_powers": (2.0, 0.0),
+    "maximize": False,
+    "bias_correction": True,
+    "preconditioner": "shampoo",
+    "exponent": None,
+    "exponent_multiplier": 1.0,
+    "root": "auto",
+    "polar": "newton_schulz",
+    "polar_scale": None,
+    "graft": "adam",
+    "graft_beta2": None,
+    "graft_eps": 1e-8,
+    "max_preconditioner_dim": 1024,
+    "merge_dims": True,
+    "large_dim": "block",
+    "batch_dims": 0,
+    "split": None,
+    "split_dim": 0,
+    "precondition_1d": False,
+    "precondition_frequency": 10,
+    "start_preconditioning_step": None,
+    "refresh_warmup": 0.0,
+    "refresh": "together",
+    "refresh_delay": 0,
+    "root_device": None,
+    "on_nonfinite": "skip",
+    "max_failed_refreshes": 3,
+    "communication_dtype": None,
+    "blocks": "global",
+    "precision": None,
+    "state_dtype": "float32",
+    "root_dtype": None,
+    "factors": "full",
+}
+
+
+def walked_step(opt):
+    """``(file, function)`` of every call inside the package. Comprehensions, lambdas and ``linalg`` are not counted."""
+    calls = []
+
+    def see(frame, event, _):
+        code = frame.f_code
+        path = pathlib.Path(code.co_filename)
+        if event == "call" and path.is_relative_to(ROOT) and not code.co_name.startswith("<") and path.stem != "linalg":
+            calls.append((str(path.relative_to(ROOT)), getattr(code, "co_qualname", (code.co_name, code.co_firstlineno))))
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        opt.step()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("step", "most"),
+    [
+        pytest.param(13, {"calls": 200, "files": 14, "changes of file": 110, "functions": 65}, id="plain"),
+        pytest.param(20, {"calls": 400, "files": 18, "changes of file": 200}, id="refresh"),
+    ],
+)
+def test_a_step_is_short_to_read(step, most):
+    """Five tensors, one process, CPU, every option given. These are the limits of the design."""
+    assert WALKED.keys() == lather.options.OPTIONS.keys(), "give the new option here too"
+    nn = torch.nn
+    model = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+    opt = lather.Shampoo(model.parameters(), **WALKED)
+    for t in range(1, step + 1):
+        opt.zero_grad()
+        model(torch.randint(0, 50, (8,))).square().mean().backward()
+        if t < step:
+            opt.step()
+    calls = walked_step(opt)
+    changes = sum(one[0] != other[0] for one, other in pairwise(calls))
+    found = {"calls": len(calls), "files": len({file for file, _ in calls}), "changes of file": changes}
+    found["functions"] = len(set(calls))
+    assert calls and all(found[what] <= limit for what, limit in most.items()), found

@@ -50,9 +50,7 @@ def test_seed_decides_weights_and_batches() -> None:
         assert not same.equal(other)
 
 
-def test_sweep_stars_the_best_of_each_column(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sweep_stars_the_best_of_each_column(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from lather import demo
 
     monkeypatch.setattr(demo, "GRID", (1e-3, 4e-3))
@@ -122,9 +120,7 @@ def test_wrong_arguments_exit_with_a_message(line: str, message: str, capsys: py
         (["demo", "--out", __file__], "exists"),
     ],
 )
-def test_what_cannot_be_done_exits_with_a_message(
-    line: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_done_exits_with_a_message(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line) == 2
     assert message in capsys.readouterr().err
 

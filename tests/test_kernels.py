@@ -1,4 +1,4 @@
-"""Kernels without a GPU: their tests in a process where Triton interprets them, and compiled for one that is not there."""
+"""Kernels without a GPU. Their tests run in a process where Triton interprets them, and they are compiled for several GPUs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 
 import lather
 from lather import roots
-from lather.compute import kernel_executor as fleet
-from lather.compute import slices
+from lather.compute import kernel_executor, slices
 from lather.kernels.schema import CombineTerms
 from lather.roots import products, track
 
@@ -24,36 +23,22 @@ SECONDS = 600  # it takes 90 to 160 on one core
 
 
 def measured() -> list[str]:
-    """How to run a module so that its lines are counted, if ours are: beside our own counts, which are combined at the end."""
+    """How to run a module so that its lines are counted, if ours are. All counts are combined at the end."""
     coverage = sys.modules.get("coverage")
     if coverage is None or coverage.Coverage.current() is None:
         return []
     return ["-m", "coverage", "run", "--parallel-mode", f"--rcfile={ROOT / 'pyproject.toml'}"]
 
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton, which there is for Linux"
-)
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which there is for Linux")
 
 
 @needs_triton
 def test_kernels_under_the_interpreter():
     job = subprocess.run(
-        [
-            sys.executable,
-            *measured(),
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            "tests/kernels",
-        ],
+        [sys.executable, *measured(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "tests/kernels"],
         cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
-        | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=SECONDS,
@@ -102,7 +87,7 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     rule, suits = roots.stages.__wrapped__, slices.suits
     memory = SimpleNamespace(shared_memory_per_block_optin=GPUS[gpu])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
-    for module in (fleet, products):
+    for module in (kernel_executor, products):
         monkeypatch.setattr(module, "stages", lambda device: rule(torch.device("cuda")))
     monkeypatch.setattr(slices, "suits", lambda device, *rest: suits("cuda", *rest))
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)

@@ -8,8 +8,9 @@ from torch import Tensor
 
 import lather
 from lather import linalg
-from lather.compute import tables
+from lather.compute.slices import SIDE
 from lather.linalg import gram, pack, unpack
+from lather.roots import has_kernels
 
 SHAPES = [(12, 8), (12, 8), (7, 30), (3, 4, 5), (9,), (1, 4)]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -26,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def train(steps: int = 12, **options: Any) -> tuple[lather.Shampoo, list[Tensor]]:
-    """Gradients are small whole numbers, so that Gram products are exact, and symmetric however they are added up."""
+    """Gradients are small whole numbers. So Gram products are exact, and symmetric in any order of summation."""
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in SHAPES]
     settings = {"lr": 0.05, "eps": 1e-3, "precondition_frequency": 3, "max_preconditioner_dim": 10} | options
@@ -50,7 +51,7 @@ def test_packing(d: int, dtype: torch.dtype) -> None:
 
 
 def test_a_scaled_gram_matrix_is_as_symmetric() -> None:
-    """A BLAS that multiplied one side only by the scale would round the triangles differently, and one of them is kept."""
+    """If BLAS scaled one operand, the two triangles would be rounded differently. Packed factors keep one of them."""
     x = torch.randn(3, 48, 24)
     assert torch.equal(gram(x, 0, 0.37), gram(x, 0) * 0.37)
 
@@ -78,7 +79,7 @@ def test_rounded_roots_change_little(kept: str) -> None:
 
 
 def test_a_root_that_overflows_where_it_is_kept_has_failed() -> None:
-    """(1e-12)^(-1/2) is more than float16 has; the block follows its graft."""
+    """(1e-12)^(-1/2) is too large for float16. The block follows its graft."""
     w, v = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
     common = {"eps": 1e-12, "precondition_1d": True, "precondition_frequency": 1}
     opts = [lather.Shampoo([w], root_dtype="float16", **common)]
@@ -94,7 +95,7 @@ def test_a_root_that_overflows_where_it_is_kept_has_failed() -> None:
 
 
 def test_a_root_that_vanishes_where_it_is_kept_has_failed() -> None:
-    """(1e16)^(-1/2) is less than float16 has: a direction of zero would stop the parameter for good."""
+    """(1e16)^(-1/2) is too small for float16. A direction of zero would stop the parameter for good."""
     w = torch.nn.Parameter(torch.ones(4, 2))
     opt = lather.Shampoo([w], root_dtype="float16", exponent={2: 0.5}, precondition_frequency=1)
     w.grad = torch.tensor([[1.0, 1.0], *3 * [[1.2e8, -1.2e8]]])
@@ -125,29 +126,28 @@ def test_state_of_a_square_matrix(name: str) -> None:
 
 
 def test_index_tables_of_packed_factors_are_planned() -> None:
-    """One pair for each size; where kernels pack them there is only the one to unpack them."""
+    """Two tables for each size. Where kernels pack factors, only the table that unpacks them is needed."""
     shapes = {"w": (12, 8), "v": (8, 8), "c": (3, 4, 17), "b": (9,)}
     host, sizes = torch.device("cpu"), {"w": (12, 8), "c": (3, 4, 17)}
 
     def more(device: str) -> int:
         full, packed = (
-            lather.plan(shapes, merge_dims=False, factors=kind, device=device).scratch_bytes
-            for kind in ("full", "packed")
+            lather.plan(shapes, merge_dims=False, factors=kind, device=device).scratch_bytes for kind in ("full", "packed")
         )
         return packed - full
 
     to_unpack = {d: linalg._mirrored(d, host).nbytes for shape in sizes.values() for d in shape}
     to_pack = {d: linalg._lower(d, host).nbytes for d in to_unpack}
     assert more("cpu") == sum(to_unpack.values()) + sum(to_pack.values())
-    if tables.has_kernels(torch.device("cuda")):
+    if has_kernels(torch.device("cuda")):
         assert more("cuda") == sum(to_unpack.values()) + sum(to_pack[d] for d in sizes["c"])
 
 
-@pytest.mark.skipif(not tables.has_kernels(torch.device("cuda")), reason="needs Triton")
+@pytest.mark.skipif(not has_kernels(torch.device("cuda")), reason="needs Triton")
 def test_buffers_of_kernels_are_planned() -> None:
-    """Directions, gradients in two halves of 16 bits, whose last rows are read in whole tiles; and what goes on the wire."""
+    """Directions, gradients in two halves of 16 bits padded to whole tiles, and messages."""
     one, numel = lather.plan({"w": (64, 64)}, device="cuda"), 64 * 64
-    assert one.scratch_bytes == 4 * numel + 2 * 2 * (numel + tables.SIDE * 64)
+    assert one.scratch_bytes == 4 * numel + 2 * 2 * (numel + SIDE * 64)
     two = lather.plan({"w": (64, 64)}, device="cuda", ranks=2)
     written = 4 * numel + 4 * numel  # parameters and directions, where they are stored
     assert two.scratch_bytes == one.scratch_bytes + written

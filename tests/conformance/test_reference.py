@@ -58,11 +58,7 @@ TORCH: list[Any] = [
     (SGD, {}, {"graft": "sgd", **NO_FILTER}),
     (SGD, {}, {"graft": None, **NO_FILTER}),
     (SGD, {"maximize": True}, {"graft": "sgd", "maximize": True, **NO_FILTER}),
-    (
-        SGD,
-        {"weight_decay": 0.1},
-        {"graft": "sgd", "weight_decay": 0.1, "weight_decay_mode": "l2", **NO_FILTER},
-    ),
+    (SGD, {"weight_decay": 0.1}, {"graft": "sgd", "weight_decay": 0.1, "weight_decay_mode": "l2", **NO_FILTER}),
     (SGD, {"momentum": 0.8}, {"graft": "sgd", "momentum": 0.8, **NO_FILTER}),
     # Decoupled decay joins the direction before momentum, so for plain SGD it is the coupled one.
     (
@@ -98,7 +94,7 @@ def test_never_started_is_torch(cls: type, theirs: dict[str, Any], ours: dict[st
 
 
 def test_dampening_is_torch_after_a_zero_gradient() -> None:
-    """torch does not dampen the first momentum buffer; where that is zero the definitions coincide."""
+    """torch does not dampen the first momentum buffer. If that is zero, the definitions agree."""
     params = tensors(0)
     twin = Reference(params, lr=0.02, graft="sgd", momentum=0.8, dampening=0.3, betas=(0.0, 0.999))
     twin.options["start_preconditioning_step"] = math.inf
@@ -182,9 +178,7 @@ def test_two_by_two_closed_form() -> None:
 
 
 @pytest.mark.parametrize(("beta2", "corrected"), [(1.0, True), (0.9, True), (0.9, False)])
-@pytest.mark.parametrize(
-    ("option", "e"), [({}, 0.25), ({"exponent_multiplier": 1.82}, 0.455), ({"exponent": 0.5}, 0.5)]
-)
+@pytest.mark.parametrize(("option", "e"), [({}, 0.25), ({"exponent_multiplier": 1.82}, 0.455), ({"exponent": 0.5}, 0.5)])
 def test_two_steps_of_a_matrix(beta2: float, corrected: bool, option: dict[str, Any], e: float) -> None:
     a, b = tensors(2, [(3, 4), (3, 4)])
     twin = shampoo(torch.zeros(3, 4), betas=(0.0, beta2), eps=1e-2, bias_correction=corrected, **option)
@@ -271,8 +265,8 @@ def test_zero_gradient_is_a_zero_direction() -> None:
 
 @pytest.mark.parametrize(("graft", "degree"), [("sgd", 1), ("adam", 0), ("adagrad", 0), (None, 0)])
 def test_scale_equivariance(graft: str | None, degree: int) -> None:
-    """Gradients times c, and ``eps``, which the first factors need for they are singular, times its square: e = 1/(2k) removes the
-    scale, and the graft puts its own back."""
+    """Gradients times c, and ``eps`` times c squared, which the singular first factors need. e = 1/(2k) removes the scale, and
+    the graft puts its own back."""
     w, *grads = tensors(7, [(5, 4)] * 7)
     c, moved = 64.0, []
     for scale in (1.0, c):
@@ -379,11 +373,7 @@ def test_when_roots_are_refreshed() -> None:
         assert refreshes(together, 0, 13) == steps
     for block, expected in ((0, [7, 11]), (1, [5, 9, 13])):
         offsets = {(0, 0): 3, (0, 1): 1}
-        options: dict[str, Any] = {
-            "max_preconditioner_dim": 2,
-            "precondition_frequency": 4,
-            "refresh": "staggered",
-        }
+        options: dict[str, Any] = {"max_preconditioner_dim": 2, "precondition_frequency": 4, "refresh": "staggered"}
         staggered = Reference([w], offsets=offsets, start_preconditioning_step=5, **options)
         assert refreshes(staggered, block, 13) == expected
 

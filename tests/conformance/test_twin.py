@@ -15,6 +15,7 @@ from reference import Reference, cut
 from torch import Tensor
 
 import lather
+from lather.settings import resolve
 
 Shape = tuple[int, ...]
 Options = dict[str, Any]
@@ -110,8 +111,9 @@ def noise(shape: Shape) -> Tensor:
 
 def translate(opt: lather.Shampoo, group: int, first: int) -> dict[tuple[int, int], int]:
     """The offsets of a group's blocks as the twin wants them; `first` is the group's first parameter."""
-    blocks = opt._plan.blocks
-    return {(blocks[i].param - first, blocks[i].index): offset for i, offset in opt._plan.offsets(group).items()}
+    blocks, settings = opt._session.run.plan.blocks, resolve(opt.param_groups[group])
+    offsets = opt._session.run.offsets(group, settings)
+    return {(blocks[i].param - first, blocks[i].index): offset for i, offset in offsets.items()}
 
 
 class Race:
@@ -121,9 +123,7 @@ class Race:
         state = {"state_dtype": str(dtype).removeprefix("torch.")}
         self.params = [[torch.nn.Parameter(torch.randn(s).to(dtype)) for s in shapes] for shapes, _ in groups]
         self.start = [[p.detach().to(torch.float64, copy=True) for p in params] for params in self.params]
-        self.opt = lather.Shampoo(
-            [{"params": ps, **state, **o} for ps, (_, o) in zip(self.params, groups, strict=True)]
-        )
+        self.opt = lather.Shampoo([{"params": ps, **state, **o} for ps, (_, o) in zip(self.params, groups, strict=True)])
         self.opt.state_dict()  # makes the plan
         self.twins = [Reference(ps, **o, offsets={}) for ps, (_, o) in zip(self.params, groups, strict=True)]
 
@@ -158,10 +158,7 @@ class Race:
         return worst
 
     def run(
-        self,
-        live: Mapping[int, Options] = NEVER,
-        spoil: Mapping[int, Mapping[int, float]] = NEVER,
-        keep: float = 1.0,
+        self, live: Mapping[int, Options] = NEVER, spoil: Mapping[int, Mapping[int, float]] = NEVER, keep: float = 1.0
     ) -> float:
         """All steps, with options changed live and gradients spoilt at some of them; see `step`."""
         for t in range(1, STEPS + 1):
@@ -224,7 +221,7 @@ def test_decay_while_the_rate_changes(mode: str, graft: str, momentum: Options) 
 
 @pytest.mark.parametrize("mode", ["decoupled", "l2", "corrected", "independent"])
 def test_decay_when_the_rate_starts_at_zero(mode: str) -> None:
-    """Warm-up from zero: nothing moves at first, but momentum already gathers."""
+    """Warm-up from zero: parameters do not move at first, but momentum builds up."""
     rates = {1: {"lr": 0.0}, 3: {"lr": 0.03}, 4: {"lr": 0.05}}
     race(FEW, BASES["heavy"] | {"lr": 0.0, "weight_decay": 0.3, "weight_decay_mode": mode}, live=rates)
 
@@ -292,7 +289,7 @@ def test_batch_dimensions(large_dim: str, graft: str | None) -> None:
 
 @pytest.mark.parametrize("refresh", ["together", "staggered"])
 def test_a_bad_gradient_is_skipped(refresh: str) -> None:
-    """At any point of the period, refreshes included; a block that is not hit goes on."""
+    """At any point of the period, also at a refresh. The other blocks go on."""
     run = Race([([(8, 3), (8, 3), (5,)], BASES["adam"] | {"momentum": 0.9, "refresh": refresh})])
     bad = {2: {0: math.nan}, 3: {1: math.inf}, 6: {0: math.nan, 2: -math.inf}, 7: {0: math.nan}}
     with pytest.warns(lather.NumericalWarning):
@@ -354,7 +351,7 @@ def test_float64(base: str, graft: str | None) -> None:
 @pytest.mark.parametrize("kept", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("base", BASES)
 def test_rounded_roots(base: str, kept: str) -> None:
-    """In float64, where both round the same number; a float32 root now and then falls on the other side."""
+    """In float64 both round the same number. In float32 a root may be rounded the other way."""
     options = BASES[base] | {"root_dtype": kept, "precondition_1d": True, "large_dim": "diagonal"}
     exact = Race([(ZOO, options)], torch.float64)
     assert exact.run(keep=0.8) <= 1e-12
@@ -424,7 +421,7 @@ SOAP: dict[str, Options] = {
 
 @pytest.mark.parametrize("case", SOAP)
 def test_soap(case: str) -> None:
-    """In float32 eigenvectors of close eigenvalues are not told apart as well as in float64."""
+    """In float32, eigenvectors of close eigenvalues are less exact than in float64."""
     shapes = [s for s in ZOO if s] if case == "experts" else ZOO
     assert Race([(shapes, EIGEN | SOAP[case])], torch.float64).run(keep=0.8) <= 1e-9
     assert Race([(shapes, EIGEN | SOAP[case])]).run(keep=0.8) <= 1e-2
@@ -475,18 +472,14 @@ every_spectral = pytest.mark.parametrize("case", SPECTRAL)
 
 @every_spectral
 def test_spectral(case: str) -> None:
-    """In float64, and in float32 with the factor of up to a few hundred by which small singular values grow."""
+    """Small singular values grow by a factor of up to a few hundred, and so do their rounding errors in float32."""
     options = MUON | {"max_preconditioner_dim": 4} | SPECTRAL[case]
     assert Race([(ZOO, options)], torch.float64).run(keep=0.8) <= 1e-11
     assert Race([(ZOO, options)]).run(keep=0.8) <= 1e-4
 
 
 def test_spectral_options_change_between_steps() -> None:
-    live = {
-        3: {"polar": "svd"},
-        7: {"polar": "polar_express(steps=6)", "polar_scale": "original"},
-        12: {"polar_scale": None},
-    }
+    live = {3: {"polar": "svd"}, 7: {"polar": "polar_express(steps=6)", "polar_scale": "original"}, 12: {"polar_scale": None}}
     live[15] = {"start_preconditioning_step": 18}
     assert Race([(FEW, MUON | UNGRAFTED)], torch.float64).run(live=live) <= 1e-11
 

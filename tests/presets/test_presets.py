@@ -186,6 +186,9 @@ def test_options_win() -> None:
     assert (group["graft_eps"], group["eps"]) == (1e-6, 1e-9)
     assert (group["weight_decay_mode"], group["precondition_frequency"], group["graft"]) == ("corrected", 7, "rmsprop")
     assert lather.from_sgd(parameters(), betas=(0.0, 0.9)).param_groups[0]["betas"] == (0.0, 0.9)
+    given = {"eps": 1e-6, "graft_eps": 1e-3}
+    for soap in (lather.soap(parameters(), **given), lather.soap([{"params": parameters(), **given}])):
+        assert (soap.param_groups[0]["eps"], soap.param_groups[0]["graft_eps"]) == (1e-6, 1e-3)
 
 
 def test_names() -> None:

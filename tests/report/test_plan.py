@@ -112,6 +112,16 @@ def test_memory_over_groups() -> None:
     assert {row.group for row in report.banks} == {0, 1, 2}
 
 
+def test_nothing_to_do() -> None:
+    report = lather.Shampoo([{"params": []}]).plan()
+    assert (report.params, report.state_bytes, report.step_flops) == ([], 0, 0)
+    assert report.to_dict()["memory"] == {"total": 0} and str(report)
+
+
+def test_ranks_that_share_the_work_are_a_table() -> None:
+    assert "C(N)" in str(lather.plan(SHAPES, ranks=2)) and "C(N)" not in str(lather.plan(SHAPES))
+
+
 def test_planning_allocates_nothing() -> None:
     params = parameters()
     with no_allocation():

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,30 +11,20 @@ import torch
 from torch import Tensor
 
 import lather
-from lather.methods import (
-    GRAFTS,
-    PRECONDITIONERS,
-    Context,
-    Due,
-    Preconditioner,
-    Stack,
-    Transform,
-    filter_gradient,
-    init_filter,
-)
-from lather.options import NOT_OF_BASES, OF_ROOTS
+from lather import methods
+from lather.compute.refresh import Batch, Due, cut_into_batches
+from lather.methods import GRAFTS, Context, Graft, Hyper, Kronecker, Method, Stack, Transform, filter_gradient, init_filter
+from lather.options import readers
 from lather.roots import POLARS
+from lather.settings import check_options
 
+DEFAULTS = {name: option.default for name, option in lather.options.OPTIONS.items()}
 METHODS: dict[str, tuple[Transform, dict[str, Any]]] = {
     **{f"graft {name}": (method, {"graft": name}) for name, method in GRAFTS.items()},
-    **{name: (method, {"preconditioner": name}) for name, method in PRECONDITIONERS.items()},
-    **{
-        f"spectral, {polar}": (PRECONDITIONERS["spectral"], {"preconditioner": "spectral", "polar": polar})
-        for polar in POLARS
-    },
+    **{name: (method, {"preconditioner": name}) for name, method in methods.METHODS.items()},
+    **{f"spectral, {polar}": (methods.METHODS["spectral"], {"preconditioner": "spectral", "polar": polar}) for polar in POLARS},
 }
-REFRESHED = [name for name, method in PRECONDITIONERS.items() if isinstance(method, Preconditioner)]
-STATELESS = [name for name in METHODS if name in ("graft sgd", "graft None") or name.startswith("spectral")]
+REFRESHED = [name for name, method in methods.METHODS.items() if isinstance(method, Kronecker)]
 STACKS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "matrix": ((5, 3), ("full", "full")),
     "half diagonal": ((5, 3), ("diagonal", "full")),
@@ -40,7 +32,7 @@ STACKS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "order 3": ((2, 4, 3), ("full", "full", "full")),
     "vector": ((4,), ("full",)),
 }
-DTYPES = [torch.bfloat16, torch.float32, torch.float64]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 OPTIONS: dict[str, dict[str, Any]] = {
     "average": {"betas": (0.9, 0.95)},
     "sum": {"betas": (0.9, 1.0)},
@@ -48,50 +40,70 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "uncorrected": {"betas": (0.9, 0.95), "bias_correction": False, "exponent": 0.3},
     "packed": {"betas": (0.9, 0.95), "factors": "packed", "root_dtype": "bfloat16"},
 }
-
-every_method = pytest.mark.parametrize("method", METHODS)
-every_stack = pytest.mark.parametrize("kind", STACKS)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-every_option = pytest.mark.parametrize("options", OPTIONS)
-
 STEPS = ((1, 4, 4), (2, 4, 5), (3, 5, 6))  # of three slots, after their parameters missed some gradients
 
 
-def refresh(method: Preconditioner, due: Due) -> Tensor:
-    """All of it at once; whether the slots are ok."""
-    return torch.cat([ok for batch in method.batches([due]) for _, _, ok in batch()])
+def hyper_of(name: str, options: str, dtype: torch.dtype) -> Hyper:
+    """What the method reads of these options."""
+    method, own = METHODS[name]
+    given = {"eps": 1e-4, "state_dtype": dtype} | OPTIONS[options]
+    if isinstance(method, Method):
+        given = {key: value for key, value in given.items() if key in method.reads or not readers(key)}
+    return check_options(DEFAULTS | given | own).hyper
+
+
+def stack_of(kind: str, dtype: torch.dtype, n: int = 3, device: str = "cpu") -> Stack:
+    compute = torch.promote_types(dtype, torch.float32)
+    return Stack(n, *STACKS[kind], dtype=dtype, compute=compute, device=torch.device(device))
+
+
+def facts(name: str, kind: str, options: str, dtype: torch.dtype) -> Any:
+    """Everything that the steps of a case depend on."""
+    method, hyper, (shape, modes) = METHODS[name][0], hyper_of(name, options, dtype), STACKS[kind]
+    if isinstance(method, Kronecker):
+        return name, shape, modes, replace(hyper, packed=hyper.packed and "full" in modes)
+    kept = dtype if method.init(stack_of(kind, dtype), hyper) else hyper.compute_dtype
+    return type(method), shape, method.rates(hyper) if isinstance(method, Graft) else hyper.polar, kept
+
+
+def distinct() -> list[tuple[str, str, str, torch.dtype]]:
+    """Methods x stacks x options x dtypes. Of cases that agree in all facts only the first is here.
+
+    Elementwise methods and polar factors see no modes. They read few of the options, and without state no dtype.
+    """
+    found: dict[Any, tuple[str, str, str, torch.dtype]] = {}
+    for case in product(METHODS, STACKS, OPTIONS, DTYPES):
+        found.setdefault(facts(*case), case)
+    return list(found.values())
+
+
+CASES = distinct()
+NAMES = ("method", "kind", "options", "dtype")
+every_case = pytest.mark.parametrize(NAMES, CASES, ids=lambda x: str(x).removeprefix("torch."))
+every_stack = pytest.mark.parametrize("kind", STACKS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 class Case:
-    """A method with its state for some slots of three, driven through the same gradients whichever they are."""
+    """A method with its state for some of three slots. A slot gets the same gradients in every case."""
 
-    def __init__(
-        self, method: str, kind: str, options: str, dtype: torch.dtype, slots: Sequence[int] = (0, 1, 2)
-    ) -> None:
-        self.method, own = METHODS[method]
-        settings = {"eps": 1e-4, "state_dtype": dtype} | OPTIONS[options] | own
-        if own.get("preconditioner") == "spectral":
-            settings = {name: value for name, value in settings.items() if name not in OF_ROOTS}
-        if own.get("preconditioner") == "kl":
-            settings.pop("exponent", None)
-        if own.get("preconditioner") == "soap":
-            settings = {name: value for name, value in settings.items() if name not in NOT_OF_BASES}
-        self.group = lather.Shampoo([torch.nn.Parameter(torch.zeros(1))], **settings).param_groups[0]
+    def __init__(self, method: str, kind: str, options: str, dtype: torch.dtype, slots: Sequence[int] = (0, 1, 2)) -> None:
+        self.method, self.hyper = METHODS[method][0], hyper_of(method, options, dtype)
         self.slots = list(slots)
-        shape, modes = STACKS[kind]
-        self.stack = Stack(
-            n=len(self.slots),
-            shape=shape,
-            modes=modes,
-            dtype=dtype,
-            compute=torch.promote_types(dtype, torch.float32),
-            device=torch.device("cpu"),
-        )
-        self.state = self.method.init(self.stack, self.group)
+        self.stack = stack_of(kind, dtype, len(self.slots))
+        self.state = self.method.init(self.stack, self.hyper)
 
     def context(self, t: int, alive: Sequence[int] = (1, 1, 1)) -> Context:
         flags = torch.tensor([alive[i] for i in self.slots], dtype=self.stack.compute)
-        return Context(group=self.group, steps=[STEPS[t][i] for i in self.slots], alive=flags)
+        return Context(self.hyper, [STEPS[t][i] for i in self.slots], flags)
+
+    def refresh(self, slots: Sequence[int], ctx: Context) -> Tensor:
+        """Whether the slots are ok."""
+        assert isinstance(self.method, Kronecker)
+        order, failed = len(self.stack.shape), torch.zeros(len(self.slots), dtype=torch.int32)
+        exponent, solver = self.method.exponent(self.hyper, order), self.method.solver(self.hyper, "cpu", order)
+        due = Due(self.state, slots, ctx, failed, (), exponent, solver)
+        return torch.cat([ok for jobs in cut_into_batches([due]) for _, _, ok in Batch(self.method, jobs, False)()])
 
     def gradient(self, t: int, alive: Sequence[int] = (1, 1, 1)) -> Tensor:
         generator = torch.Generator().manual_seed(t)
@@ -103,9 +115,9 @@ class Case:
         """One step: statistics, the roots of the slots `due`, the direction."""
         ctx, g = self.context(t, alive), self.gradient(t, alive)
         self.method.accumulate(self.state, g, ctx)
-        if isinstance(self.method, Preconditioner) and (local := [self.slots.index(i) for i in due if i in self.slots]):
-            refresh(self.method, Due(self.state, local, ctx))
-        if isinstance(self.method, Preconditioner):
+        if isinstance(self.method, Kronecker):
+            if local := [self.slots.index(i) for i in due if i in self.slots]:
+                self.refresh(local, ctx)
             self.method.follow(self.state, g, ctx)
         return self.method.apply(self.state, g, ctx)
 
@@ -113,10 +125,7 @@ class Case:
         return {role: value.clone() for role, value in self.state.items()}
 
 
-@every_dtype
-@every_option
-@every_stack
-@every_method
+@every_case
 def test_a_stack_of_three_is_three_stacks_of_one(method: str, kind: str, options: str, dtype: torch.dtype) -> None:
     whole = Case(method, kind, options, dtype)
     parts = [Case(method, kind, options, dtype, [i]) for i in range(3)]
@@ -128,10 +137,7 @@ def test_a_stack_of_three_is_three_stacks_of_one(method: str, kind: str, options
                 assert torch.equal(value[0], whole.state[role][i]), role
 
 
-@every_dtype
-@every_option
-@every_stack
-@every_method
+@every_case
 def test_slots_that_sit_out_keep_their_bits(method: str, kind: str, options: str, dtype: torch.dtype) -> None:
     case, other = Case(method, kind, options, dtype), Case(method, kind, options, dtype)
     for run in (case, other):
@@ -142,17 +148,12 @@ def test_slots_that_sit_out_keep_their_bits(method: str, kind: str, options: str
     for role, value in case.state.items():
         assert torch.equal(value[1], before[role][1]), role
         assert torch.equal(value[[0, 2]], other.state[role][[0, 2]]), role
-    if method not in STATELESS:
+    if case.state:
         assert any(not torch.equal(value[[0, 2]], before[role][[0, 2]]) for role, value in case.state.items())
 
 
-@every_dtype
-@every_stack
-@every_method
-@pytest.mark.parametrize("options", ["average", "packed"])
-def test_state_has_a_slot_per_block_and_keeps_its_dtype(
-    options: str, method: str, kind: str, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(NAMES, [case for case in CASES if case[2] in ("average", "packed")], ids=str)
+def test_state_has_a_slot_per_block_and_keeps_its_dtype(method: str, kind: str, options: str, dtype: torch.dtype) -> None:
     case = Case(method, kind, options, dtype)
     fresh = {role: (value.shape, value.dtype) for role, value in case.state.items()}
     for role, value in case.state.items():
@@ -169,18 +170,17 @@ def test_state_has_a_slot_per_block_and_keeps_its_dtype(
         case.method.apply(case.state, case.gradient(t), case.context(t))  # pure
         assert all(torch.equal(case.state[role], after[role]) for role in after)
         assert not before or any(not torch.equal(before[role], after[role]) for role in after)
-    empty = case.method.init(Stack(3, *STACKS[kind], dtype, case.stack.compute, torch.device("meta")), case.group)
+    empty = case.method.init(stack_of(kind, dtype, device="meta"), case.hyper)
     assert {role: (value.shape, value.dtype) for role, value in empty.items()} == fresh
 
 
-@every_stack
-@every_method
+@pytest.mark.parametrize(("method", "kind"), [case[:2] for case in CASES if case[2:] == ("average", torch.float32)])
 def test_zero_gradients_give_zero_directions(method: str, kind: str) -> None:
     case = Case(method, kind, "average", torch.float32)
     ctx, zero = case.context(0), torch.zeros(3, *case.stack.shape)
     case.method.accumulate(case.state, zero, ctx)
-    if isinstance(case.method, Preconditioner):
-        refresh(case.method, Due(case.state, [0, 1, 2], ctx))
+    if isinstance(case.method, Kronecker):
+        case.refresh([0, 1, 2], ctx)
         case.method.follow(case.state, zero, ctx)
     assert torch.equal(case.method.apply(case.state, zero, ctx), zero)
 
@@ -188,7 +188,7 @@ def test_zero_gradients_give_zero_directions(method: str, kind: str) -> None:
 @every_stack
 @pytest.mark.parametrize("method", REFRESHED)
 def test_a_refresh_that_fails_keeps_what_there_was(method: str, kind: str) -> None:
-    """Statistics that are not finite: the slot says so, and the others do not notice."""
+    """Statistics are not finite in one slot. It is reported, and the others are not affected."""
     case, other = (Case(method, kind, "average", torch.float32) for _ in range(2))
     for run in (case, other):
         run.take(0, due=(0, 1, 2))
@@ -196,8 +196,8 @@ def test_a_refresh_that_fails_keeps_what_there_was(method: str, kind: str) -> No
     for role, value in case.state.items():
         if role.startswith("L"):
             value[1] = math.nan
-    ok = refresh(case.method, Due(case.state, [0, 1, 2], case.context(1)))
-    refresh(other.method, Due(other.state, [0, 1, 2], other.context(1)))
+    ok = case.refresh([0, 1, 2], case.context(1))
+    other.refresh([0, 1, 2], other.context(1))
     has_factors = any(role.startswith("L") for role in case.state)
     assert ok.tolist() == [True, not has_factors, True]
     for role, value in case.state.items():
@@ -207,12 +207,12 @@ def test_a_refresh_that_fails_keeps_what_there_was(method: str, kind: str) -> No
 
 @every_dtype
 @pytest.mark.parametrize("beta3", [None, 0.5])
-@every_option
+@pytest.mark.parametrize("options", ["average", "uncorrected"])
 def test_the_filter(options: str, beta3: float | None, dtype: torch.dtype) -> None:
     whole = Case("graft sgd", "matrix", options, dtype)
     parts = [Case("graft sgd", "matrix", options, dtype, [i]) for i in range(3)]
     for case in (whole, *parts):
-        case.group["beta3"] = beta3
+        case.hyper = replace(case.hyper, beta3=case.hyper.beta1 if beta3 is None else beta3)
         case.state = init_filter(case.stack)
     for t, alive in enumerate([(1, 1, 1), (1, 0, 1), (1, 1, 1)]):
         before = whole.copy()
@@ -228,15 +228,14 @@ def test_the_filter(options: str, beta3: float | None, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("method", ["shampoo", "kl", "soap"])
 def test_only_what_has_come_is_put_to_use(method: str) -> None:
-    """As if a refresh had failed, whose result then waits, and another one, that did not have to wait, had gone well."""
+    """A refresh has failed, and its result waits. Another one did not have to wait, and succeeded."""
     weight = torch.nn.Parameter(torch.randn(4, 6))
     opt = lather.Shampoo([weight], preconditioner=method, precondition_frequency=2, refresh_delay=1)
     for _ in range(3):
         weight.grad = torch.randn(4, 6)
         opt.step()
-    (bank,), rule = opt._banks, PRECONDITIONERS[method]
-    assert isinstance(rule, Preconditioner)
-    first = rule.init(bank.stack, opt.param_groups[0])
+    (bank,), rule = opt._session.run.banks, methods.METHODS[method]
+    first = rule.init(bank.stack, opt._session.settings[0].hyper)
     for i in (0, 1):
         bank.state[f"Y{i}"].copy_(first[f"Y{i}" if method == "soap" else f"X{i}"])
     before = {role: tensor.clone() for role, tensor in bank.state.items()}

@@ -79,7 +79,7 @@ def test_transposed(polar: str, shape: tuple[int, int]) -> None:
 @every_polar
 @pytest.mark.parametrize("scale", [1e-38, 1e-30, 3e-5, 7.0, 1e18, 1e36])
 def test_scale_does_not_matter(polar: str, scale: float) -> None:
-    """Not in any slot: each has its own."""
+    """Every slot has a scale of its own."""
     way, g = parse_polar(polar), spectra(3, 12, 8, low=1e-1)
     sizes = torch.tensor([1.0, scale, 1.0])[:, None, None]
     torch.testing.assert_close(way(sizes * g), way(g), rtol=0, atol=1e-2 if scale < 1e-36 else 1e-4)
@@ -90,7 +90,7 @@ def test_scale_does_not_matter(polar: str, scale: float) -> None:
 @every_polar
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_zero_stays_zero(polar: str, dtype: torch.dtype) -> None:
-    """All of a slot, or the part that a matrix of low rank does not reach."""
+    """A whole slot, or the directions that a matrix of low rank does not have."""
     g = torch.zeros(3, 6, 4, dtype=dtype)
     g[1] = torch.outer(torch.arange(1.0, 7.0), torch.tensor([1.0, -2.0, 0.0, 1.0])).to(dtype)
     p = parse_polar(polar)(g)
@@ -115,7 +115,7 @@ def test_what_is_not_finite_stays_in_its_slot(polar: str, bad: float) -> None:
 @pytest.mark.parametrize("rank", [1, 3, 24])
 @pytest.mark.parametrize("bits", [24, 11, 8])
 def test_the_best_quintics_survive_rounding(bits: int, rank: int) -> None:
-    """Products of matrices of so many bits, as those of an accelerator: no singular value leaves its interval and grows."""
+    """With products in few bits, as on an accelerator, no singular value leaves its interval and grows."""
 
     def rounded(x: Tensor) -> Tensor:
         mantissa, exponent = torch.frexp(x)
@@ -146,7 +146,7 @@ def test_coefficients_are_kept_as_a_string() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_eps_is_the_least_norm(dtype: torch.dtype) -> None:
-    """Each slot for itself; below it a gradient counts as so much smaller, down to the smallest there are."""
+    """In every slot. Directions of smaller gradients are smaller in proportion."""
     way, plain = lather.NewtonSchulz(steps=1, coefficients=(1, 0, 0), eps=1e-7), lather.NewtonSchulz()
     g = spectra(4, 8, 5, low=0.1, dtype=dtype)
     sizes = torch.tensor([1.0, 1e-6, 1e-8, 1e-38], dtype=dtype)[:, None, None]
@@ -191,8 +191,9 @@ def test_the_twin_finds_the_same_coefficients(steps: int, lower: float) -> None:
 
 
 def test_the_published_table() -> None:
-    """The coefficients that the paper's authors publish, which are made for arithmetic in bfloat16: no interval longer than
-    from 0.024 of its end, and the error centred for the whole. By our search for the best."""
+    """The coefficients that the paper's authors publish come out of our search too.
+
+    They are made for bfloat16: no interval begins below 0.024 of its end, and the error is centred at the end."""
     published = [
         (8.28721201814563, -23.595886519098837, 17.300387312530933),
         (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -285,7 +286,7 @@ def test_is_torchs_muon(shape: tuple[int, int], nesterov: bool, scale: str) -> N
 
 
 def test_muon_beside_adamw() -> None:
-    """One optimizer, two groups, as `lather.muon` makes them."""
+    """One optimizer with two groups, as `lather.muon` makes them."""
     start = [torch.randn(12, 8), torch.randn(20, 6), torch.randn(5)]
     ours, theirs = ([torch.nn.Parameter(x.clone()) for x in start] for _ in range(2))
     adamw = {"preconditioner": None, "lr": 3e-3, "betas": (0.9, 0.95), "beta3": None, "graft": "adam"}
@@ -310,7 +311,7 @@ def test_muon_beside_adamw() -> None:
 
 
 def test_costs() -> None:
-    """No root work; the products of a step on the smaller side; owners by that."""
+    """There are no roots. A step multiplies on the smaller side. Owners are chosen by that work."""
     shapes = {"tall": (64, 16), "wide": (16, 64), "box": (16, 8, 8), "bias": (64,)}
     report = lather.plan(shapes, preconditioner="spectral", max_preconditioner_dim=math.inf, graft=None)
     assert report.refresh_flops == 0
@@ -325,11 +326,7 @@ def test_costs() -> None:
 
 def test_nothing_is_kept_but_the_filter() -> None:
     w = torch.nn.Parameter(torch.ones(4, 3))
-    for options, roles in (
-        ({"graft": None}, {"m.0"}),
-        ({}, {"m.0", "v.0"}),
-        ({"graft": "sgd", "betas": (0, 0.9)}, set()),
-    ):
+    for options, roles in (({"graft": None}, {"m.0"}), ({}, {"m.0", "v.0"}), ({"graft": "sgd", "betas": (0, 0.9)}, set())):
         opt = lather.Shampoo([w], preconditioner="spectral", **options)
         opt.state_dict()
         assert opt.state[w].keys() == {"step"} | roles

@@ -1,4 +1,4 @@
-"""Averaging in the place of momentum: what it equals, what its average is, and what it does to rounding.
+"""Averaging instead of momentum: what it equals, what its average is, and what it does to rounding.
 
 In float64, so that an equality between two ways to write a method holds to some 1e-12 and nothing else does.
 """
@@ -14,7 +14,9 @@ from torch import Tensor
 
 import lather
 from lather.options import OPTIONS
+from lather.settings import Settings, resolve
 from lather.storage import averaging
+from lather.storage.step import Rate
 
 Options = dict[str, Any]
 
@@ -28,12 +30,10 @@ METHODS: dict[str, Options] = {
     "kl": {"preconditioner": "kl", "eps": 1e-2, "precondition_frequency": 3, "state_dtype": "float64"},
     "spectral": {"preconditioner": "spectral", "polar": "svd", "state_dtype": "float64"},
 }
+RATE = Rate(lr=1.0, decay=0.0)
 DECAYS: dict[str, Options] = {
     "": {},
-    **{
-        mode: {"weight_decay": 0.1, "weight_decay_mode": mode}
-        for mode in ("decoupled", "l2", "corrected", "independent")
-    },
+    **{mode: {"weight_decay": 0.1, "weight_decay_mode": mode} for mode in ("decoupled", "l2", "corrected", "independent")},
     "maximize": {"maximize": True, "weight_decay": 0.1},
 }
 KINDS: dict[str, Options] = {
@@ -149,11 +149,9 @@ def test_with_full_interpolation_it_is_primal_averaging() -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("b", [0.0, 0.3, 0.9, 1.0])
 def test_the_average_is_the_weighted_mean_of_all_base_points(b: float, method: str) -> None:
-    """While the rate rises and falls, with missing gradients. z is told by y and x: (1 - b) z = y - b x."""
+    """With a rate that rises and falls, and with missing gradients. z follows from y and x: (1 - b) z = y - b x."""
     params, power = parameters(), (2.0, 1.0)
-    opt = lather.Shampoo(
-        params, averaging="schedule_free", averaging_beta=b, averaging_powers=power, lr=7.0, **METHODS[method]
-    )
+    opt = lather.Shampoo(params, averaging="schedule_free", averaging_beta=b, averaging_powers=power, lr=7.0, **METHODS[method])
     points: list[list[Tensor]] = [[] for _ in params]
     weights: list[list[float]] = [[] for _ in params]
     top = 0.0
@@ -168,8 +166,7 @@ def test_the_average_is_the_weighted_mean_of_all_base_points(b: float, method: s
                 points[i].append(base_point(opt, p))
                 weights[i].append(top ** power[0] * len(points[i]) ** power[1])
     expected = [
-        sum((w * z for w, z in zip(ws, zs, strict=True)), torch.zeros(())) / sum(ws)
-        for ws, zs in zip(weights, points, strict=True)
+        sum((w * z for w, z in zip(ws, zs, strict=True)), torch.zeros(())) / sum(ws) for ws, zs in zip(weights, points, strict=True)
     ]
     assert_equal(averages(opt, params), [x.double() for x in expected])
 
@@ -180,7 +177,7 @@ def base_point(opt: lather.Shampoo, p: Tensor) -> Tensor:
 
 
 def test_a_learning_rate_of_zero_moves_nothing() -> None:
-    """A warm-up from zero: no weight, no step; and the first real step has all the weight."""
+    """In a warm-up from zero there is no weight and no move. The first real step has all the weight."""
     params = parameters()
     opt = lather.Shampoo(params, lr=0.5, averaging="schedule_free", **PLAIN)
     opt.param_groups[0]["lr"] = 0.0
@@ -220,32 +217,34 @@ def test_agrees_with_the_twin(kind: str, decay: str) -> None:
 # Elements.
 
 
+def settings_of(kind: str) -> Settings:
+    return resolve({name: option.default for name, option in OPTIONS.items()} | KINDS[kind])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_elements_without_a_finite_direction_stay(kind: str) -> None:
-    group = {name: option.default for name, option in OPTIONS.items()} | KINDS[kind]
     y, other, d = torch.randn(3, 6)
     d[::2] = torch.tensor([math.nan, math.inf, -math.inf])
     before = y.clone(), other.clone()
-    averaging.step_(y, other, d, d - d == 0, 0.1, group)
+    averaging.average_(y, other, d, settings_of(kind), RATE, 0.1)
     assert torch.equal(y[::2], before[0][::2]) and torch.equal(other[::2], before[1][::2])
     assert y.isfinite().all() and not (y[1::2] == before[0][1::2]).any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_share_for_all_and_one_for_each_element_give_the_same_bits(kind: str) -> None:
-    """Which of them it is depends on how parameters are stored, and the number of ranks must not show."""
-    group = {name: option.default for name, option in OPTIONS.items()} | KINDS[kind]
+    """The storage decides which of them is used, and results must not depend on the number of ranks."""
     y, other, d = torch.randn(3, 1000)
-    go = torch.ones_like(y, dtype=torch.bool)
+    settings = settings_of(kind)
     for share in (1.0, 1 / 3, 1e-5, 0.9):
         ours, theirs = (y.clone(), other.clone()), (y.clone(), other.clone())
-        averaging.step_(*ours, d, go, share, group)
-        averaging.step_(*theirs, d, go, torch.full_like(y, share, dtype=torch.float64), group)
+        averaging.average_(*ours, d, settings, RATE, share)
+        averaging.average_(*theirs, d, settings, RATE, torch.full_like(y, share, dtype=torch.float64))
         assert all(map(torch.equal, ours, theirs))
 
 
 def errors(dtype: torch.dtype, kind: str, steps: int) -> Iterator[float]:
-    """How far the average is from what it would be in float64, relative to the way it went, with gradients that do not tell."""
+    """The distance of the average from that in float64, relative to its way. Gradients do not depend on the parameters."""
     params = parameters(dtype)[:1]
     start, wide = [p.detach().double() for p in params], [torch.nn.Parameter(p.detach().double()) for p in params]
     common = {"lr": 1e-3, "preconditioner": None, "graft": "sgd", "betas": (0.0, 0.9)} | KINDS[kind]
@@ -264,12 +263,10 @@ def errors(dtype: torch.dtype, kind: str, steps: int) -> Iterator[float]:
         yield max(0.0, ((p.detach().double() - q.detach()).norm() - rounding).item()) / (q.detach() - w).norm().item()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "most"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-4), (torch.float16, 1e-4)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-4), (torch.float16, 1e-4)], ids=str)
 @pytest.mark.parametrize("kind", ["schedule_free", "gpa", "x kept"])
 def test_averages_survive_rounding(kind: str, dtype: torch.dtype, most: float) -> None:
-    """Steps of 1e-3, of which a hundredth reaches the average, are far below the resolution of bfloat16."""
+    """Steps are 1e-3, and the average takes in a hundredth. That is far below the resolution of bfloat16."""
     assert max(errors(dtype, kind, 150)) <= most
 
 
@@ -298,7 +295,7 @@ def test_what_is_done_to_parameters_between_steps_counts(change: str, dtype: tor
 
 
 def test_it_converges_without_a_schedule() -> None:
-    """With noise in every gradient the average ends closer to the minimum than the points do that it is made of."""
+    """With noisy gradients the average ends closer to the minimum than the points it averages."""
     params = parameters(torch.float32)
     opt = lather.Shampoo(params, lr=0.3, averaging="schedule_free", betas=(0.0, 0.99), precondition_frequency=5)
     walk(opt, params, 150)

@@ -10,10 +10,12 @@ from reference import Reference
 from torch import Tensor, nn
 
 import lather
-from lather.methods import PRECONDITIONERS, Context, Due, Stack
-from lather.methods.soap import Soap, alike, places, rotated
+from lather.compute.refresh import Batch, Due, cut_into_batches
+from lather.methods import METHODS, Context, Stack
+from lather.methods.soap import Soap, places, rotated, squared_cosines
 from lather.options import OPTIONS
 from lather.roots import rescue_basis, resolve_basis, solve_basis
+from lather.settings import resolve
 
 Options = dict[str, Any]
 Shape = tuple[int, ...]
@@ -66,16 +68,14 @@ def test_with_identity_bases_it_is_adam(options: Options, dtype: torch.dtype) ->
     """Vectors and scalars too, which have no bases."""
     given = {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": 0.1}
     theirs = train(torch.optim.AdamW(parameters(dtype=dtype), eps=1e-6, **given), gradients(20, dtype=dtype))
-    opt = lather.Shampoo(
-        parameters(dtype=dtype), **SOAP | given | {"eps": 1e-6, "graft_eps": 1e-6} | options, state_dtype=dtype
-    )
+    opt = lather.Shampoo(parameters(dtype=dtype), **SOAP | given | {"eps": 1e-6, "graft_eps": 1e-6} | options, state_dtype=dtype)
     ours = train(opt, gradients(20, dtype=dtype))
     tolerance = 1e-6 if dtype == torch.float32 else 1e-13
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 def test_the_first_step_is_a_step() -> None:
-    """Adam's first step is as long in every element."""
+    """Adam's first step has the same length in every element."""
     (before,) = parameters([(7, 5)])
     opt = lather.Shampoo([before], **SOAP | {"eps": 1e-12}, state_dtype="float64")
     start = before.detach().clone()
@@ -86,7 +86,7 @@ def test_the_first_step_is_a_step() -> None:
 @pytest.mark.parametrize("rank", [1, 4, 32])
 @pytest.mark.parametrize("of_group", [False, True])
 def test_steps_of_the_preset_are_not_too_long(rank: int, of_group: bool) -> None:
-    """Refreshed on every step it begins with the second one: bases made of one gradient make the next step far too long."""
+    """The preset starts at the second step if it refreshes on every step. Bases of one gradient make the next step far too long."""
     longest = {}
     for start in (None, 1):
         given = {"precondition_frequency": 1, "start_preconditioning_step": start}
@@ -142,7 +142,7 @@ def test_a_graft_decides_how_long_steps_are(graft: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"betas": (0.0, 1.0)}, {"graft": "sgd"}], ids=["", "sum", "sgd"])
 def test_rotated_gradients_give_rotated_steps(options: Options) -> None:
-    """From the first step on there is a basis. Square matrices: their factors have full rank, and so one basis."""
+    """With bases from the first step. Square matrices have factors of full rank, so the basis is unique."""
     u, v = orthogonal(6, 3), orthogonal(6, 4)
     given = SOAP | {"precondition_frequency": 1, "start_preconditioning_step": 1, "eps": 1e-2, "state_dtype": "float64"}
     given |= options
@@ -155,7 +155,7 @@ def test_rotated_gradients_give_rotated_steps(options: Options) -> None:
 
 
 def test_scale_of_gradients() -> None:
-    """g -> c g with eps -> c eps moves parameters alike, bit for bit if c is a power of two: eigenbases do not change."""
+    """g -> c g with eps -> c eps gives the same steps, because eigenbases do not change."""
     results = []
     for c in (1.0, 16.0):
         opt = lather.Shampoo(parameters(), **SOAP | {"eps": 1e-3 * c, "graft_eps": 1e-3 * c}, precondition_frequency=3)
@@ -166,7 +166,7 @@ def test_scale_of_gradients() -> None:
 @every_root
 @pytest.mark.parametrize("frequency", [1, 3])
 def test_with_diagonal_factors_it_is_adam(frequency: int, root: str) -> None:
-    """Bases are permutations, which change whenever eigenvalues trade places: the moment must go with the vectors."""
+    """Bases are permutations, and change when eigenvalues change their order. The moment must follow the vectors."""
     torch.manual_seed(0)
     sizes = 10 ** torch.randn(18, 5)
     grads = [[torch.diag(size * torch.randn(5).sign())] for size in sizes]
@@ -182,7 +182,7 @@ def dense(t: int) -> Tensor:
 
 
 def diagonal_at_first(t: int) -> Tensor:
-    """Bases are permutations then, or identities, and later they are not."""
+    """At first bases are permutations or identities. Later they are not."""
     return torch.ones(7, 5, dtype=torch.float64) if t > 4 else torch.eye(7, 5, dtype=torch.float64)
 
 
@@ -194,7 +194,7 @@ def zero_at_first(t: int) -> Tensor:
 @pytest.mark.parametrize("mask", [dense, diagonal_at_first, zero_at_first])
 @every_root
 def test_permuted_rows_and_columns(root: str, mask: Callable[[int], Tensor], delay: int) -> None:
-    """Also while bases are made of axes, in any order, and when they cease to be: the moment goes along."""
+    """Also while bases are permutations, and at the refresh after that. The moment follows."""
     torch.manual_seed(0)
     rows, columns = torch.randperm(7), torch.randperm(5)
     grads = [[g * mask(t)] for t, (g,) in enumerate(gradients(17, [(7, 5)]), 1)]
@@ -208,31 +208,33 @@ def test_permuted_rows_and_columns(root: str, mask: Callable[[int], Tensor], del
 # The moment and its basis.
 
 
-def stack_of(shape: Shape, n: int = 3, **options: Any) -> tuple[Soap, dict[str, Tensor], Context, Options]:
-    method = PRECONDITIONERS["soap"]
+def stack_of(shape: Shape, n: int = 3, **options: Any) -> tuple[Soap, dict[str, Tensor], Context]:
+    method = METHODS["soap"]
     assert isinstance(method, Soap)
-    group = {name: option.default for name, option in OPTIONS.items()} | SOAP | options
+    hyper = resolve({name: option.default for name, option in OPTIONS.items()} | SOAP | options).hyper
     stack = Stack(n, shape, ("full",) * len(shape), torch.float64, torch.float64, torch.device("cpu"))
-    ctx = Context(group, [4] * n, torch.ones(n, dtype=torch.float64))
-    return method, method.init(stack, group), ctx, group
+    ctx = Context(hyper, [4] * n, torch.ones(n, dtype=torch.float64))
+    return method, method.init(stack, hyper), ctx
 
 
-def refresh(method: Soap, due: Due) -> None:
-    for batch in method.batches([due]):
-        assert all(ok.all() for _, _, ok in batch())
+def refresh(method: Soap, state: dict[str, Tensor], slots: Sequence[int], ctx: Context) -> None:
+    solver, failed = method.solver(ctx.hyper, "cpu", 2), torch.zeros(len(ctx.steps), dtype=torch.int32)
+    due = Due(state, slots, ctx, failed, (), method.exponent(ctx.hyper, 2), solver)
+    for jobs in cut_into_batches([due]):
+        assert all(ok.all() for _, _, ok in Batch(method, jobs, exact=False)())
 
 
 @every_root
-def test_columns_go_by_descending_eigenvalue_whoever_solves(root: str) -> None:
-    """So an element of the moment belongs to the same ranks after a refresh, also when eigenvalues trade places."""
-    method, state, ctx, _ = stack_of((5, 4), root=root)
+def test_columns_go_by_descending_eigenvalue_for_every_solver(root: str) -> None:
+    """So an element of the moment belongs to the same ranks after a refresh, also when eigenvalues change their order."""
+    method, state, ctx = stack_of((5, 4), root=root)
     generator = torch.Generator().manual_seed(0)
     for t in range(12):
         sizes = torch.linspace(1, 3, 5, dtype=torch.float64).roll(t)  # another row is the largest each time
         g = torch.randn(3, 5, 4, generator=generator, dtype=torch.float64) * sizes[:, None]
         method.accumulate(state, g, ctx)
         before = state["w"].clone()
-        refresh(method, Due(state, [0, 1, 2], ctx))
+        refresh(method, state, [0, 1, 2], ctx)
         if t:
             assert torch.equal(state["w"], before)
         method.follow(state, g, ctx)
@@ -243,15 +245,15 @@ def test_columns_go_by_descending_eigenvalue_whoever_solves(root: str) -> None:
             assert (values.diff(dim=1) <= 1e-9).all()
 
 
-def test_the_moment_moves_along_when_bases_cease_to_be_identities() -> None:
-    """It is that of rotated gradients, for gradients with uncorrelated elements."""
-    method, state, ctx, _ = stack_of((5, 4))
+def test_the_moment_moves_when_bases_are_no_longer_identities() -> None:
+    """It becomes the moment of rotated gradients, if the elements of gradients are not correlated."""
+    method, state, ctx = stack_of((5, 4))
     generator = torch.Generator().manual_seed(0)
     sizes = torch.rand(5, 4, generator=generator, dtype=torch.float64)
     state["w"].copy_(sizes.square())
     g = torch.randn(3, 5, 4, generator=generator, dtype=torch.float64)
     method.accumulate(state, g, ctx)
-    refresh(method, Due(state, [0, 2], ctx))
+    refresh(method, state, [0, 2], ctx)
     samples = sizes * torch.randn(200_000, 5, 4, generator=generator, dtype=torch.float64)
     for slot in (0, 2):
         q = [state[f"Q{i}"][slot].mT.expand(len(samples), -1, -1) for i in range(2)]
@@ -259,7 +261,7 @@ def test_the_moment_moves_along_when_bases_cease_to_be_identities() -> None:
     assert torch.equal(state["w"][1], sizes.square())  # not refreshed
     moved = state["w"].clone()
     method.accumulate(state, g.flip(1), ctx)
-    refresh(method, Due(state, [0, 2], ctx))
+    refresh(method, state, [0, 2], ctx)
     assert torch.equal(state["w"], moved)  # there was a basis
 
 
@@ -277,7 +279,7 @@ def test_signs_of_eigenvectors_do_not_matter() -> None:
 
 
 def test_what_rotations_round_is_no_gradient() -> None:
-    """In its own eigenbases a gradient is diagonal: the rest, of w too, is rounding, and must not be blown up by its like."""
+    """In its own eigenbases a gradient is diagonal. The rest is rounding errors, which must not be divided by each other."""
     p = nn.Parameter(torch.zeros(48, 32))
     opt = lather.Shampoo([p], **SOAP | {"eps": 1e-12, "lr": 1.0, "start_preconditioning_step": 1})
     g = torch.randn(48, 32)
@@ -288,8 +290,8 @@ def test_what_rotations_round_is_no_gradient() -> None:
     assert p.norm() < 48 * 32 / 40  # as long as a step of Adam would be, or shorter
 
 
-def test_a_coarse_state_does_not_end_what_bases_are_for() -> None:
-    """Bases in bfloat16 are off by a part of a percent: denominators far below their mean still count."""
+def test_bases_help_with_a_coarse_state_too() -> None:
+    """Bases in bfloat16 are wrong by less than a percent. Denominators far below their mean still count."""
     sizes = 10 ** torch.linspace(0, -1.5, 16)
     grads = [[sizes[:, None] * torch.randn(16, 8)] for _ in range(12)]
     ends = {}
@@ -305,7 +307,7 @@ def test_a_coarse_state_does_not_end_what_bases_are_for() -> None:
 def test_vectors_are_the_same_if_they_are_rounded(dtype: torch.dtype) -> None:
     q = torch.linalg.qr(torch.randn(20, 12, 12)).Q
     order = torch.randperm(12)
-    assert torch.equal(places(alike(q.to(dtype).float(), q[:, :, order])), order.expand(20, 12))
+    assert torch.equal(places(squared_cosines(q.to(dtype).float(), q[:, :, order])), order.expand(20, 12))
 
 
 def one_row(t: int) -> Tensor:
@@ -326,10 +328,8 @@ def late(t: int) -> Tensor:
     "schedule", [{}, {"refresh_warmup": 0.1}, {"precondition_frequency": 1}, {"precondition_frequency": 2}], ids=str
 )
 @pytest.mark.parametrize("gradient", [one_row, seldom, late, lambda t: torch.randn(24, 16)])
-def test_with_its_graft_steps_are_as_long_as_adams(
-    gradient: Callable[[int], Tensor], schedule: Options, start: int | None
-) -> None:
-    """Whatever ranks come to mean: rows that are seldom seen, no gradient at first, bases made of one gradient."""
+def test_with_its_graft_steps_are_as_long_as_adams(gradient: Callable[[int], Tensor], schedule: Options, start: int | None) -> None:
+    """Also for rows that are seldom seen, without a gradient at first, and with bases of one gradient."""
     torch.manual_seed(0)
     p = nn.Parameter(torch.zeros(24, 16))
     given = {"graft": "adam", "lr": 1.0, "betas": (0.95, 0.95), "eps": 1e-8, "start_preconditioning_step": start}
@@ -349,12 +349,12 @@ def test_warmed_up_bases_are_made_of_two_gradients_at_least() -> None:
         assert torch.equal(opt.state[p]["Q0.0"], torch.eye(7)) == (t == 0)
     asked = lather.Shampoo([nn.Parameter(torch.zeros(7, 5))], **SOAP | schedule, start_preconditioning_step=1)
     train(asked, gradients(1, [(7, 5)], torch.float32))
-    assert not torch.equal(asked._banks[0].state["Q0"][0], torch.eye(7))
+    assert not torch.equal(asked._session.run.banks[0].state["Q0"][0], torch.eye(7))
 
 
 @every_root
 def test_without_a_gradient_bases_stay_identities(root: str) -> None:
-    """Those of zero factors would be any, and the moment would not move along when they are real for the first time."""
+    """A zero factor has any basis. The moment must still move when the first real one comes."""
     p = nn.Parameter(torch.zeros(7, 5))
     opt = lather.Shampoo([p], **SOAP, precondition_frequency=2, root=root)
     zeros, (row,) = [torch.zeros(7, 5)], gradients(1, [(7, 5)], torch.float32)
@@ -370,18 +370,13 @@ def test_without_a_gradient_bases_stay_identities(root: str) -> None:
 
 def test_a_mode_that_is_too_large_is_not_rotated() -> None:
     p = nn.Parameter(torch.zeros(9, 4, dtype=torch.float64))
-    given = SOAP | {
-        "large_dim": "diagonal",
-        "max_preconditioner_dim": 4,
-        "precondition_frequency": 2,
-        "state_dtype": "float64",
-    }
+    given = SOAP | {"large_dim": "diagonal", "max_preconditioner_dim": 4, "precondition_frequency": 2, "state_dtype": "float64"}
     opt = lather.Shampoo([p], **given)
     train(opt, gradients(6, [(9, 4)]))
     assert {key.partition(".")[0]: tuple(x.shape) for key, x in opt.state[p].items()} == {
         "step": (), "L1": (4, 4), "Q1": (4, 4), "m": (9, 4), "w": (9, 4),
     }  # fmt: skip
-    assert opt._banks[0].counts.sum() == 0
+    assert opt._session.run.banks[0].counts.sum() == 0
     assert opt.plan().banks[0].solvers == ("identity", "eigh")
 
 
@@ -397,10 +392,7 @@ def test_memory() -> None:
     delayed = lather.plan({"w": (64, 64)}, preconditioner="soap", graft=None, refresh_delay=1)
     assert delayed.memory["roots to come"] == 2 * size
     assert report.banks[0].solvers == ("eigh", "eigh")
-    assert (
-        lather.plan({"w": (64, 64)}, preconditioner="soap", device="cuda").banks[0].solvers
-        == ("track(iterations=1)",) * 2
-    )
+    assert lather.plan({"w": (64, 64)}, preconditioner="soap", device="cuda").banks[0].solvers == ("track(iterations=1)",) * 2
     shampoo = lather.plan({"w": (64, 64)}, graft=None)
     assert report.step_flops == 2 * shampoo.step_flops  # four products and a Gram matrix against two, by mode
 
@@ -442,17 +434,10 @@ def test_a_refresh_that_fails_keeps_the_basis() -> None:
 
 
 def test_preset() -> None:
-    """Against the twin; and what its authors' arguments become."""
+    """It agrees with the twin, and translates the arguments of SOAP's authors."""
     ours, theirs = parameters(), parameters()
     opt = lather.soap(ours, precondition_frequency=3, eps=1e-3, max_precond_dim=5, state_dtype="float64")
-    options = {
-        "lr": 3e-3,
-        "betas": (0.95, 0.95),
-        "eps": 1e-3,
-        "graft_eps": 1e-3,
-        "weight_decay": 0.01,
-        "merge_dims": False,
-    }
+    options = {"lr": 3e-3, "betas": (0.95, 0.95), "eps": 1e-3, "graft_eps": 1e-3, "weight_decay": 0.01, "merge_dims": False}
     options |= {"preconditioner": "soap", "graft": None, "large_dim": "diagonal", "max_preconditioner_dim": 5}
     twin = Reference(theirs, precondition_frequency=3, **options)
     train(opt, gradients(9))
@@ -462,11 +447,7 @@ def test_preset() -> None:
     group = lather.soap(parameters(), correct_bias=False, precondition_1d=True, merge_dims=True).param_groups[0]
     assert (group["bias_correction"], group["precondition_1d"], group["merge_dims"]) == (False, True, True)
     assert (group["lr"], group["betas"], group["eps"], group["graft_eps"]) == (3e-3, (0.95, 0.95), 1e-8, 1e-8)
-    assert (group["weight_decay"], group["precondition_frequency"], group["max_preconditioner_dim"]) == (
-        0.01,
-        10,
-        10000,
-    )
+    assert (group["weight_decay"], group["precondition_frequency"], group["max_preconditioner_dim"]) == (0.01, 10, 10000)
     for name, value in (("shampoo_beta", 0.9), ("normalize_grads", True), ("data_format", "channels_last")):
         with pytest.raises(ValueError, match=rf"^{name}={value!r}.*leave it out"):
             lather.soap(parameters(), **{name: value})

@@ -177,7 +177,7 @@ def test_a_basis_kept_in_bfloat16_will_do(solver):
 
 @TRACKS
 def test_zero_denormal_and_rank_one_factors_and_those_that_come_and_go(solver):
-    """An embedding's rows that have not been seen, that are seen, and that fade again."""
+    """Rows of an embedding that are not seen yet, then seen, and then fade."""
     full = Moving(16, 4, n=1).a[0].float()
     one = torch.outer(full[0], full[0])
     part = full.clone()
@@ -249,15 +249,7 @@ def test_deterministic_and_inputs_untouched(solver):
 class Reads(TorchDispatchMode):
     """Names of the operations that make the host wait for a device."""
 
-    WAIT = (
-        "_local_scalar_dense",
-        "nonzero",
-        "equal",
-        "is_nonzero",
-        "_linalg_eigh",
-        "linalg_qr",
-        "_linalg_check_errors",
-    )
+    WAIT = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_linalg_eigh", "linalg_qr", "_linalg_check_errors")
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +263,7 @@ class Reads(TorchDispatchMode):
 
 @TRACKS
 def test_nothing_is_read_back(solver):
-    """All devices share this path, but for the Choleskys of GPUs (tests/kernels). Cold, warm, failing, and for the basis."""
+    """Cold, warm, failing, and for the basis. All devices share this code, except the Choleskys of GPUs (tests/kernels)."""
     a = Moving(9, 4).a.float()
     state = cold(solver, a)
     with Reads() as reads:
@@ -322,9 +314,7 @@ def test_first_order_is_first_order_and_never_indefinite(e):
     assert correction(values.expand(1, 8), torch.full((1, 8, 8), 1e9), e).abs().max() == 0.5
 
 
-@pytest.mark.parametrize(
-    "options", [{"iterations": 0}, {"iterations": 1.5}, {"tolerance": 0.0}, {"tolerance": math.nan}]
-)
+@pytest.mark.parametrize("options", [{"iterations": 0}, {"iterations": 1.5}, {"tolerance": 0.0}, {"tolerance": math.nan}])
 def test_wrong_options_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         Track(**options)

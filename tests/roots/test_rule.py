@@ -7,8 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lather
+from lather.options import OPTIONS
 from lather.planning.plan import Spec, make_plan
 from lather.roots import Eigh, Minimax, Newton, choose, products, resolve
+from lather.settings import resolve as settle
 
 SHAPES = {"a": (40, 36), "b": (40, 36), "conv": (16, 8, 5), "bias": (9,)}
 PRODUCTS = (1 / 2, 1 / 4, 1 / 6, 3 / 8, 1.0)  # exponents that iterations of products can do
@@ -79,7 +81,7 @@ def solvers_of(report):
 @pytest.mark.parametrize(("gpu", "solver"), GPUS, indirect=["gpu"], ids=str)
 @pytest.mark.parametrize("root", ["auto", "newton"])
 def test_the_plan_on_paper_and_that_of_the_optimizer_agree(gpu, solver, root):
-    """The tensors are fake: no test of this file needs a device, or a clock."""
+    """The tensors are fake, so this needs no GPU."""
     with FakeTensorMode():
         params = [(name, torch.nn.Parameter(torch.empty(s, device="cuda"))) for name, s in SHAPES.items()]
         opt = lather.Shampoo(params, root=root)
@@ -89,10 +91,10 @@ def test_the_plan_on_paper_and_that_of_the_optimizer_agree(gpu, solver, root):
 
 
 def offsets(root, device):
-    options = {name: option.default for name, option in lather.options.OPTIONS.items()}
-    options |= {"refresh": "staggered", "precondition_frequency": 2, "root": root}
+    options = {name: option.default for name, option in OPTIONS.items()}
+    settings = settle(options | {"refresh": "staggered", "precondition_frequency": 2, "root": root})
     specs = [Spec(f"p{i}", (d, d), 0, device) for i, d in enumerate((64, 48, 48, 48))]
-    return list(make_plan(specs, [options]).offsets(0).values())
+    return list(make_plan(specs, [settings]).offsets(0, settings).values())
 
 
 def test_staggered_refreshes_go_by_operations():

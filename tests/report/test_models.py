@@ -78,7 +78,5 @@ def test_resnet50_widens_stage_by_stage():
 def test_only_the_standard_library_is_imported():
     body = ast.parse(pathlib.Path(shapes.__file__).read_text())
     imports = [node for node in ast.walk(body) if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {
-        node.module if isinstance(node, ast.ImportFrom) else alias.name for node in imports for alias in node.names
-    }
+    names = {node.module if isinstance(node, ast.ImportFrom) else alias.name for node in imports for alias in node.names}
     assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names

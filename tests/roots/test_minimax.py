@@ -8,17 +8,13 @@ import pytest
 import torch
 
 from lather import roots
-from lather.roots import Eigh, HigherOrder, Minimax, Newton, Qr, minimax, products, relative_ridge, solve
+from lather.linalg import relative_ridge
+from lather.roots import Eigh, HigherOrder, Minimax, Newton, Qr, minimax, products, solve
 from lather.roots.coupled import series
 
 # (a, b, c) of an independent computation, for the exponent 1/4
 KNOWN = {
-    1e4: [
-        (3.85003, -10.85386, 8.61893),
-        (1.80992, -0.58778, 0.06479),
-        (1.50394, -0.59452, 0.12116),
-        (1.40862, -0.56378, 0.15518),
-    ],
+    1e4: [(3.85003, -10.85386, 8.61893), (1.80992, -0.58778, 0.06479), (1.50394, -0.59452, 0.12116), (1.40862, -0.56378, 0.15518)],
     1e6: [
         (4.54747, -14.22093, 11.52966),
         (2.18521, -0.53758, 0.03622),
@@ -141,9 +137,7 @@ def test_product():
 def test_converges_for_every_exponent(e, decades):
     solver, a = Minimax(relative_eps=1e-5, tolerance=1e-9), factors(16, decades)
     root = solver(a, e, 1e-4, {})
-    assert (
-        root.ok.all() and (relative_error(root.value, a, e, torch.full((3,), 1e-4, dtype=torch.float64)) < 3e-10).all()
-    )
+    assert root.ok.all() and (relative_error(root.value, a, e, torch.full((3,), 1e-4, dtype=torch.float64)) < 3e-10).all()
 
 
 @pytest.mark.parametrize("e", [1 / 2, 1 / 4])
@@ -242,9 +236,7 @@ def test_relative_ridge_of_a_diagonal_is_that_of_its_matrix():
     assert relative_ridge(diagonal, 0.1)[2] == 1e-30
 
 
-@pytest.mark.parametrize(
-    ("options", "words"), [({"relative_eps": 0}, "relative_eps=0"), ({"tolerance": 1.0}, "tolerance=1.0")]
-)
+@pytest.mark.parametrize(("options", "words"), [({"relative_eps": 0}, "relative_eps=0"), ({"tolerance": 1.0}, "tolerance=1.0")])
 def test_options_out_of_range(options, words):
     with pytest.raises(ValueError, match=words):
         Minimax(**options)

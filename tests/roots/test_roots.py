@@ -12,21 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lather import roots
-from lather.roots import (
-    EigenSolver,
-    Eigh,
-    HigherOrder,
-    Minimax,
-    Newton,
-    Qr,
-    RootSolver,
-    Track,
-    parse,
-    solve,
-    spell,
-)
+from lather.linalg import full_precision, normalize, products_in
+from lather.roots import EigenSolver, Eigh, HigherOrder, Minimax, Newton, Qr, RootSolver, Track, parse, solve, spell
 from lather.roots.coupled import Coupled
-from lather.roots.numerics import full_precision, normalize, products_in
 
 INF = math.inf
 SOLVERS = [Eigh(), Newton(), HigherOrder(), HigherOrder(order=5, iterations=12), Qr(), Qr(iterations=3)]
@@ -56,7 +44,7 @@ def factors(d: int, condition: float, n: int = 3, seed: int = 0, dtype=torch.flo
 
 
 def mixed(d: int, n: int = 13, dtype=torch.float32) -> torch.Tensor:
-    """A stack in which no two slots are alike in scale or conditioning."""
+    """Every slot has its own scale and conditioning."""
     parts = [factors(d, 10.0 ** (i % 9), 1, i, dtype) * 3.7 ** (i - n // 2) for i in range(n)]
     return torch.cat(parts)
 
@@ -84,7 +72,7 @@ def run(solver: RootSolver, a, e=1 / 4, eps=1e-5, state=None):
 
 
 def follow(solver: RootSolver, a, e=1 / 4, eps=1e-5):
-    """`run`, for Track after some refreshes on the same matrix: it is made to follow, not to arrive at once."""
+    """`run`. Track is refreshed on the same matrix some times before, because it follows and does not arrive at once."""
     state = solver.init(len(a), a.shape[-1], a.dtype, a.device)
     for _ in range(8 if isinstance(solver, Track) else 0):
         run(solver, a, e, eps, state)
@@ -153,7 +141,7 @@ def test_coupled_takes_small_fractions(solver, e):
 @pytest.mark.parametrize("solver", COUPLED, ids=spell)
 @pytest.mark.parametrize("e", [1.0, 1 / 2, 1 / 4, 1 / 8])
 def test_coupled_ridge_is_the_documented_one(solver, e):
-    """An eps below relative_eps * 1.01 ||A^2||_F^(1/2) becomes that; the default rounds suffice for it."""
+    """An eps below relative_eps * 1.01 ||A^2||_F^(1/2) becomes that. The default number of rounds is enough for it."""
     a = factors(33, 1e10)
     ridge = 1.01e-6 * torch.linalg.matrix_norm(a.double() @ a.double())[:, None].sqrt()
     root = run(solver, a, e, 1e-12)
@@ -390,7 +378,7 @@ def test_host_reads_are_few_and_not_in_the_loop():
 
 
 def diagonal_slots(a: torch.Tensor) -> torch.Tensor:
-    """The slots that the tests below let eigh fail on: a mark that scaling leaves alone."""
+    """The slots on which eigh fails in the tests below. Scaling does not change which they are."""
     return (a - torch.diag_embed(a.diagonal(dim1=1, dim2=2))).abs().amax((1, 2)) == 0
 
 
@@ -492,7 +480,7 @@ def test_basis(solver, d):
 
 
 def test_qr_converges_over_calls():
-    """On a fixed matrix, without ever falling back; ascending order would undo each round and not."""
+    """On a fixed matrix, without a fallback. With ascending order each round would undo the last one."""
     a, solver = factors(16, 1e4, dtype=torch.float64), Qr(iterations=1, tolerance=INF)
     state = solver.init(3, 16, torch.float64, "cpu")
     residuals, errors = [], []

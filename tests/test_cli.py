@@ -1,0 +1,85 @@
+"""The command ``lather plan``: every option, many ranks, and mistakes in plain words."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+import lather
+from lather import cli
+from lather.report import models
+
+
+@pytest.mark.parametrize("shard", ["ddp", "fsdp", "hsdp=2", "tp=2"])
+def test_the_command_line_plans_for_many_ranks(shard, capsys):
+    arguments = ["plan", "gpt2-tiny", "--ranks", "2,4", "--shard", shard]
+    assert cli.main(arguments) == 0
+    table = capsys.readouterr().out
+    assert cli.main([*arguments, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["ranks"] for row in rows] == [2, 4]
+    for row in rows:
+        law = (4 * models.num_params(models.MODELS["gpt2-tiny"]()) / row["ranks"]) * 4
+        assert row["law_bytes"] > law
+        assert f"{row['imbalance']:.3f}" in table
+    assert "(4P/N + P) C(N)" in table
+
+
+def test_waste_is_pointed_out(capsys):
+    """Fewer blocks than ranks: an all-gather is mostly padding."""
+    hint = "num_trainers_per_group"
+    assert cli.main(["plan", "gpt2-tiny", "--ranks", "64"]) == 0
+    assert hint in capsys.readouterr().out
+    assert cli.main(["plan", "gpt2-tiny", "--ranks", "64", "--group", "2"]) == 0
+    assert hint not in capsys.readouterr().out
+
+
+def test_groups_repeat_the_work(capsys):
+    assert cli.main(["plan", "gpt2-tiny", "--ranks", "8", "--group", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["trainers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ([], {}),
+        (["--root", "track", "--refresh-delay", "2"], {"root": "track", "refresh_delay": 2}),
+        (["--root", "newton(iterations=9)", "--root-device=cpu"], {"root": "newton(iterations=9)", "root_device": "cpu"}),
+        (["--factors", "packed", "--root-dtype", "bfloat16"], {"factors": "packed", "root_dtype": "bfloat16"}),
+        (["--max-preconditioner-dim", "inf", "--graft", "none"], {"max_preconditioner_dim": math.inf, "graft": None}),
+        (["--betas", "0.0,0.9", "--merge-dims", "false"], {"betas": (0.0, 0.9), "merge_dims": False}),
+    ],
+)
+def test_the_command_line_has_every_option(arguments, options, capsys):
+    assert cli.main(["plan", "w=64x32,c=8x4x3x3", *arguments, "--json"]) == 0
+    report = lather.plan({"w": (64, 32), "c": (8, 4, 3, 3)}, device="cuda", **options)
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(report.to_dict()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpt2-tiny", "--ranks", "4", "--shard", "zero"], "shard='zero' is not valid"),
+        (["gpt2-tiny", "--ranks", "4", "--shard", "hsdp=3"], "does not divide 4 ranks"),
+        (["gpt2-tiny", "--ranks", "4", "--group", "3"], "does not divide the 4 ranks"),
+        (["gpt2-tiny", "--ranks", "4", "--shard", "fsdp", "--group", "2"], "do not store the whole"),
+        (["gpt2-tiny", "--communication-dtype", "int4"], "communication_dtype='int4'"),
+        (["gpt2-tiny", "--root", "nwton"], "did you mean 'newton'?"),
+        (["gpt2-tiny", "--refresh-delay", "10"], "must be less than precondition_frequency=10"),
+        (["gpt2-tiny", "--precondition-frequency", "0"], "precondition_frequency=0 is not valid"),
+        (["gpt2-tiny", "--betas", "0.9"], "a pair (beta1, beta2)"),
+        (["gpt2-tiny", "--rooot", "eigh"], "unknown argument '--rooot'; did you mean --root?"),
+        (["gpt2-tiny", "--colour", "red"], "unknown argument '--colour'; --help"),
+    ],
+)
+def test_the_command_line_says_what_is_wrong(arguments, message, capsys):
+    assert cli.main(["plan", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [["--device", "foo"], ["--dtype", "foo"], ["--dtype", "int8"], ["--exponent", "{1: 2, 'a': 3}"]])
+def test_what_makes_no_sense_is_refused_without_a_traceback(given, capsys):
+    assert cli.main(["plan", "w=8x8", *given]) == 2
+    assert given[0].strip("-") in capsys.readouterr().err
