@@ -1,9 +1,8 @@
 """Train one small network on scikit-learn's digits with lather, AdamW and SGD at the same budget; a table and a plot.
 
-The three share everything but the optimizer: images, initial weights, batches and their order, number of steps, and the
-shape of the schedule (linear warm-up over a tenth of the steps, then a cosine to zero). Learning rates come from one grid
-for all three, by the loss on a validation split of the training images; the test images have no part in it. lather has
-AdamW's weight decay and betas, and its own defaults otherwise.
+Everything except the optimizer is the same: images, initial weights, batches, number of steps, and the shape of the schedule.
+Learning rates come from one grid, by the loss on a validation split of the training images; test images are not used for
+that. lather has AdamW's weight decay and betas, and its own defaults otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,26 +21,26 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from .optimizer import Shampoo
+from .report.plan import table
 
 BATCH = 64
 NUM_TRAIN, NUM_VALID = 1500, 300  # of 1797 images; validation is the end of the training images, test is the rest
 LOOK_EVERY = 5  # steps between two looks at loss and accuracy
 TARGET_LOSS, TARGET_ACCURACY = 0.05, 0.97
 GRID = tuple(0.0005 * 2**k for k in range(11))
-SWEEP_SEED = 1000  # added to the seed, so that the sweep's initial weights and batches are not the demo's
+SWEEP_SEED = 1000  # added to the seed, so that the sweep has other initial weights and batches
 
 OPTIMIZERS: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
     "lather": lambda model, lr: Shampoo(model, lr=lr, weight_decay=0.01),
     "AdamW": lambda model, lr: torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01),
     "SGD": lambda model, lr: torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True, weight_decay=5e-4),
 }
-# The lowest validation losses of `python -m lather demo --sweep`.
-LEARNING_RATES = {"lather": 0.008, "AdamW": 0.032, "SGD": 0.128}
+LEARNING_RATES = {"lather": 0.008, "AdamW": 0.032, "SGD": 0.128}  # the best of `python -m lather demo --sweep`
 COLORS = {"lather": "#0072b2", "AdamW": "#d55e00", "SGD": "#7a7a7a"}
 
 
 class MissingExtra(Exception):
-    """A package that only the demo needs is not there."""
+    """A package that only the demo needs is not installed."""
 
 
 class Split(NamedTuple):
@@ -69,8 +67,24 @@ class Run(NamedTuple):
     step_ms: float  # forward, backward and optimizer; looks not counted
     state_bytes: int
 
+    def first(self, reached: Callable[[Look], bool]) -> int | None:
+        return next((look.step for look in self.looks if reached(look)), None)
 
-# The two commands.
+
+class Column(NamedTuple):
+    title: str
+    decimals: int
+    value: Callable[[Run], float | None]
+
+
+COLUMNS = (
+    Column("train loss", 5, lambda run: run.looks[-1].loss),
+    Column("test accuracy %", 2, lambda run: 100 * run.looks[-1].held_accuracy),
+    Column(f"steps to loss {TARGET_LOSS:g}", 0, lambda run: run.first(lambda look: look.loss <= TARGET_LOSS)),
+    Column(f"steps to {TARGET_ACCURACY:.0%}", 0, lambda run: run.first(lambda look: look.held_accuracy >= TARGET_ACCURACY)),
+    Column("ms per step", 2, lambda run: run.step_ms),
+    Column("state MiB", 2, lambda run: run.state_bytes / 2**20),
+)
 
 
 def demo(seed: int, epochs: int, repeats: int, out: Path) -> str:
@@ -78,30 +92,29 @@ def demo(seed: int, epochs: int, repeats: int, out: Path) -> str:
     require("sklearn.datasets", "matplotlib.figure")
     out.mkdir(parents=True, exist_ok=True)
     training, test = load_digits()
-    runs = {}
+    runs, rows = {}, [["optimizer", "lr", *(column.title for column in COLUMNS)]]
     for name, lr in LEARNING_RATES.items():
-        jobs = [Job(name, lr, seed + i, epochs) for i in range(repeats)]
-        runs[name] = train_all(name, jobs, training, test, LOOK_EVERY)
+        runs[name] = train_all([Job(name, lr, seed + i, epochs) for i in range(repeats)], training, test, LOOK_EVERY)
+        rows.append([name, f"{lr:g}", *(spread(map(column.value, runs[name]), column.decimals) for column in COLUMNS)])
     plot(runs, out / "demo.png")
     size = f"{NUM_TRAIN} training and {len(test.labels)} test images, {epochs} epochs, looked at every {LOOK_EVERY} steps"
     mean = f"; mean ± standard deviation over {repeats} seeds" if repeats > 1 else ""
-    return "\n".join([*table(runs), "", size + mean, f"plot: {out / 'demo.png'}"])
+    return "\n".join([*table(rows, align=">"), "", size + mean, f"plot: {out / 'demo.png'}"])
 
 
 def sweep(seed: int, epochs: int, repeats: int) -> str:
     """Final validation loss of each optimizer at each learning rate of the grid; the lowest of a column is starred."""
     require("sklearn.datasets")
     training, validation = split_validation(load_digits()[0])
-    columns = {}
+    columns = [["lr", *(f"{lr:g}" for lr in GRID)]]
     for name in OPTIMIZERS:
         jobs = [Job(name, lr, seed + SWEEP_SEED + i, epochs) for lr in GRID for i in range(repeats)]
-        losses = [run.looks[-1].held_loss for run in train_all(name, jobs, training, validation, sys.maxsize)]
-        columns[name] = [statistics.fmean(losses[i : i + repeats]) for i in range(0, len(losses), repeats)]
+        losses = [run.looks[-1].held_loss for run in train_all(jobs, training, validation, sys.maxsize)]
+        means = [statistics.fmean(losses[i : i + repeats]) for i in range(0, len(losses), repeats)]
+        best = min((x for x in means if x == x), default=math.nan)
+        columns.append([f"{name}  ", *(f"{x:.4f} " + " *"[x == best] for x in means)])
     title = f"validation loss after {epochs} epochs, mean over {repeats} seeds (* lowest)"
-    return "\n".join([title, "", *sweep_table(columns)])
-
-
-# Data and model.
+    return "\n".join([title, "", *table(list(zip(*columns, strict=True)), align=">")])
 
 
 def require(*modules: str) -> None:
@@ -113,7 +126,7 @@ def require(*modules: str) -> None:
 
 
 def load_digits() -> tuple[Split, Split]:
-    """Training and test images, standardised. The division is the same for every seed: no sweep ever sees a test image."""
+    """Training and test images, standardised. The split is the same for every seed: no sweep ever sees a test image."""
     from sklearn import datasets
 
     digits = datasets.load_digits()
@@ -132,24 +145,19 @@ def make_model(seed: int) -> nn.Module:
     """38,282 parameters."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(16, 32, 3, stride=2, padding=1),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(512, 64),
-            nn.ReLU(),
-            nn.Linear(64, 10),
-        )
+        convs = nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU()
+        return nn.Sequential(*convs, nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-# Training.
-
-
-def train_all(name: str, jobs: Sequence[Job], training: Split, held_out: Split, look_every: int) -> list[Run]:
-    with one_thread(), progress(name, sum(num_steps(job, training) for job in jobs)) as tick:
+def train_all(jobs: Sequence[Job], training: Split, held_out: Split, look_every: int) -> list[Run]:
+    """On one thread, because the order of a sum, and with it the result, depends on the number of threads."""
+    tick = progress(jobs[0].optimizer, sum(num_steps(job, training) for job in jobs))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         return [train(job, training, held_out, look_every, tick) for job in jobs]
+    finally:
+        torch.set_num_threads(threads)
 
 
 def train(job: Job, training: Split, held_out: Split, look_every: int, tick: Callable[[], None]) -> Run:
@@ -167,7 +175,8 @@ def train(job: Job, training: Split, held_out: Split, look_every: int, tick: Cal
         if step % look_every == 0 or step == total:
             looks.append(Look(step, evaluate(model, training)[0], *evaluate(model, held_out)))
         tick()
-    return Run(looks, 1e3 * seconds / total, state_bytes(optimizer))
+    state = [x for entry in optimizer.state.values() for x in entry.values() if isinstance(x, Tensor)]
+    return Run(looks, 1e3 * seconds / total, sum(x.nbytes for x in state))
 
 
 def num_steps(job: Job, training: Split) -> int:
@@ -175,12 +184,11 @@ def num_steps(job: Job, training: Split) -> int:
 
 
 def batches(job: Job, num_images: int) -> Iterator[Tensor]:
-    """Indices of full batches; what does not fill one sits the epoch out."""
+    """Indices of full batches. The images that are left over sit out the epoch."""
     generator = torch.Generator().manual_seed(job.seed)
     for _ in range(job.epochs):
         order = torch.randperm(num_images, generator=generator)
-        for start in range(0, num_images - BATCH + 1, BATCH):
-            yield order[start : start + BATCH]
+        yield from order[: num_images // BATCH * BATCH].view(-1, BATCH).unbind()
 
 
 def lr_factor(step: int, total: int) -> float:
@@ -202,112 +210,35 @@ def evaluate(model: nn.Module, data: Split) -> tuple[float, float]:
     return cross_entropy(logits, data.labels).item(), (logits.argmax(1) == data.labels).float().mean().item()
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    tensors = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-    return sum(x.numel() * x.element_size() for x in tensors)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """The order of a sum depends on the number of threads, so a seed's table would too; and this network is too small for two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-# What is shown.
-
-
-@contextmanager
-def progress(name: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal; elsewhere one line at the end."""
+def progress(name: str, total: int) -> Callable[[], None]:
+    """A function to call after every step. It prints a bar on a terminal, elsewhere one line at the end."""
     done, begin, live = 0, time.perf_counter(), sys.stderr.isatty()
 
     def tick() -> None:
         nonlocal done
         done += 1
-        if live and (done * 100 // total != (done - 1) * 100 // total):
-            bar = "#" * (done * 40 // total)
-            print(f"\r{name:<8}[{bar:<40}] {done * 100 // total:3d}%", end="", file=sys.stderr, flush=True)
+        percent = done * 100 // total
+        if live and percent != (done - 1) * 100 // total:
+            print(f"\r{name:<8}[{'#' * (done * 40 // total):<40}] {percent:3d}% ", end="", file=sys.stderr, flush=True)
+        if done == total:
+            print(f"{'' if live else f'{name:<8}'}{done} steps in {time.perf_counter() - begin:.1f} s", file=sys.stderr)
 
-    yield tick
-    start = " " if live else f"{name:<8}"
-    print(f"{start}{done} steps in {time.perf_counter() - begin:.1f} s", file=sys.stderr)
-
-
-def first(run: Run, reached: Callable[[Look], bool]) -> int | None:
-    """The first step at which a look found it so."""
-    return next((look.step for look in run.looks if reached(look)), None)
-
-
-def low_loss(look: Look) -> bool:
-    return look.loss <= TARGET_LOSS
-
-
-def high_accuracy(look: Look) -> bool:
-    return look.held_accuracy >= TARGET_ACCURACY
-
-
-class Column(NamedTuple):
-    title: str
-    decimals: int
-    value: Callable[[Run], float | None]
-
-
-COLUMNS = (
-    Column("train loss", 5, lambda run: run.looks[-1].loss),
-    Column("test accuracy %", 2, lambda run: 100 * run.looks[-1].held_accuracy),
-    Column(f"steps to loss {TARGET_LOSS:g}", 0, lambda run: first(run, low_loss)),
-    Column(f"steps to {TARGET_ACCURACY:.0%}", 0, lambda run: first(run, high_accuracy)),
-    Column("ms per step", 2, lambda run: run.step_ms),
-    Column("state MiB", 2, lambda run: run.state_bytes / 2**20),
-)
-
-
-def table(runs: Mapping[str, Sequence[Run]]) -> list[str]:
-    """One row per optimizer: mean and standard deviation over its runs."""
-    rows = [["optimizer", "lr", *(column.title for column in COLUMNS)]]
-    for name, repeats in runs.items():
-        cells = [spread(map(column.value, repeats), column.decimals) for column in COLUMNS]
-        rows.append([name, f"{LEARNING_RATES[name]:g}", *cells])
-    return align(rows)
-
-
-def sweep_table(columns: Mapping[str, Sequence[float]]) -> list[str]:
-    best = {name: min((x for x in losses if x == x), default=math.nan) for name, losses in columns.items()}
-    rows = [["lr", *(f"{name}  " for name in columns)]]
-    for i, lr in enumerate(GRID):
-        cells = [f"{losses[i]:.4f} " + " *"[losses[i] == best[name]] for name, losses in columns.items()]
-        rows.append([f"{lr:g}", *cells])
-    return align(rows)
+    return tick
 
 
 def spread(values: Iterable[float | None], decimals: int) -> str:
-    """Mean and standard deviation; a dash if a run never got there.
+    """Mean and standard deviation; a dash if a value is missing.
 
     >>> spread([1.0, 2.0, 3.0], 1), spread([2.0], 1), spread([1.0, None], 1)
     ('2.0 ± 1.0', '2.0', '-')
     """
-    known = list(values)
-    numbers = [x for x in known if x is not None]
-    if len(numbers) < len(known):
+    found = list(values)
+    numbers = [x for x in found if x is not None]
+    if len(numbers) < len(found):
         return "-"
     mean = f"{statistics.fmean(numbers):.{decimals}f}"
     deviation = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
     return f"{mean} ± {deviation:.{decimals}f}" if deviation else mean
-
-
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """First column left, the others right."""
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    lines = []
-    for first_cell, *cells in rows:
-        right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append("  ".join([first_cell.ljust(widths[0]), *right]).rstrip())
-    return lines
 
 
 def plot(runs: Mapping[str, Sequence[Run]], path: Path) -> None:
@@ -317,21 +248,18 @@ def plot(runs: Mapping[str, Sequence[Run]], path: Path) -> None:
     figure = Figure(figsize=(11, 4.4), dpi=150, layout="constrained")
     loss, accuracy = figure.subplots(1, 2)
     for name, repeats in runs.items():
-        draw(loss, name, repeats, lambda look: look.loss)
-        draw(accuracy, name, repeats, lambda look: 100 * look.held_accuracy)
+        looks = torch.tensor([[(look.loss, 100 * look.held_accuracy) for look in run.looks] for run in repeats])
+        for axes, values in zip((loss, accuracy), looks.unbind(-1), strict=True):
+            label = f"{name}, lr {LEARNING_RATES[name]:g}"
+            band(axes, [look.step for look in repeats[0].looks], values, color=COLORS[name], label=label)
     loss.set(title="Training loss", yscale="log", ylabel="cross entropy, all training images")
     accuracy.set(title="Test accuracy", ylabel="% of test images")
-    accuracy.set_ylim(min(90.0, 100 * min(run.looks[-1].held_accuracy for some in runs.values() for run in some) - 5), 100)
+    lowest = min(run.looks[-1].held_accuracy for repeats in runs.values() for run in repeats)
+    accuracy.set_ylim(min(90.0, 100 * lowest - 5), 100)
     for axes in (loss, accuracy):
         tidy(axes, "step")
     accuracy.legend(frameon=False, loc="lower right")
     figure.savefig(path)
-
-
-def draw(axes: Any, name: str, repeats: Sequence[Run], value: Callable[[Look], float]) -> None:
-    steps = [look.step for look in repeats[0].looks]
-    values = torch.tensor([[value(look) for look in run.looks] for run in repeats])
-    band(axes, steps, values, color=COLORS[name], label=f"{name}, lr {LEARNING_RATES[name]:g}")
 
 
 def band(axes: Any, x: Sequence[float], values: Tensor, color: str, **line: Any) -> None:

@@ -56,16 +56,13 @@ def _lr(name: str, value: Any) -> Any:
     return _number(0)(name, value)
 
 
-def _betas(name: str, value: Any) -> tuple[float, float]:
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
-        raise _fail(name, value, "a pair (beta1, beta2)")
-    return _number(0, 1)("betas[0]", value[0]), _number(0, 1, open_high=False)("betas[1]", value[1])
+def _pair(first: Check, second: Check, what: str) -> Check:
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+            raise _fail(name, value, f"a pair {what}")
+        return first(f"{name}[0]", value[0]), second(f"{name}[1]", value[1])
 
-
-def _powers(name: str, value: Any) -> tuple[float, float]:
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
-        raise _fail(name, value, "a pair of powers, of the learning rate and of the step")
-    return _number(0)(f"{name}[0]", value[0]), _number(0)(f"{name}[1]", value[1])
+    return check
 
 
 def _count(low: int, *, infinite: bool = False) -> Check:
@@ -134,13 +131,11 @@ def _polar(name: str, value: Any) -> str:
     return roots.spell(roots.parse_polar(value))
 
 
-def dtype_name(name: str, value: Any) -> str:
-    spelled = str(value).removeprefix("torch.")
-    return str(_choice("float32", "float64", "bfloat16", "float16")(name, spelled))
+def _dtype(*names: str) -> Check:
+    return lambda name, value: str(_choice(*names)(name, str(value).removeprefix("torch.")))
 
 
-def _wire(name: str, value: Any) -> str:
-    return str(_choice("float32", "bfloat16", "float16", "int8")(name, str(value).removeprefix("torch.")))
+dtype_name = _dtype("float32", "float64", "bfloat16", "float16")
 
 
 _precision = _choice(
@@ -211,7 +206,7 @@ DEFAULT = next(iter(METHODS))
 
 OPTIONS: dict[str, Option] = {
     "lr": Option(1e-3, _lr, "learning rate: a number or a one-element tensor"),
-    "betas": Option((0.9, 0.95), _betas, "decay of the gradient filter and of the statistics; `betas[1] = 1` is the AdaGrad sum"),
+    "betas": Option((0.9, 0.95), _pair(_number(0, 1), _number(0, 1, open_high=False), "(beta1, beta2)"), "decay of the gradient filter and of the statistics; `betas[1] = 1` is the AdaGrad sum"),
     "beta3": Option(None, _optional(_number(0, 1)), "weight of the filtered gradient inside the direction; default `betas[0]`"),
     "eps": Option(None, _optional(_number(0, open_low=True)), lambda: f"damping: added to the eigenvalues of every factor, or to the denominator of a method that has one; {_default_eps()}"),
     "damping": Option("absolute", _choice("absolute", "relative"), "use `eps` as it is, or multiply it by each factor's size (the Schatten 4-norm, a bound of the largest eigenvalue)"),
@@ -223,7 +218,7 @@ OPTIONS: dict[str, Option] = {
     "averaging": Option(None, _averaging, "instead of momentum: `\"schedule_free\"`, or `\"gpa\"` (generalised primal averaging); needs `opt.train()` and `opt.eval()`, see [algorithm](algorithm.md#averaging)", structural=True),
     "averaging_beta": Option(None, _optional(_number(0, 1, open_high=False)), "weight of the average in the point at which gradients are taken (GPA's mu_y); default 0.9, 0.7 for `\"gpa\"`", structural=True),
     "averaging_decay": Option(None, _optional(_number(0, 1)), "fraction of the average of `\"gpa\"` that a step keeps (its mu_x); default 0.9967"),
-    "averaging_powers": Option((2.0, 0.0), _powers, "`(p, r)`: in the average of `\"schedule_free\"`, step `t` has weight `max_lr**p * t**r`"),
+    "averaging_powers": Option((2.0, 0.0), _pair(_number(0), _number(0), "of powers, of the learning rate and of the step"), "`(p, r)`: in the average of `\"schedule_free\"`, step `t` has weight `max_lr**p * t**r`"),
     "maximize": Option(False, _bool, "ascend instead of descend"),
     "bias_correction": Option(True, _bool, "correct the averages for their start at zero"),
     "preconditioner": Option(DEFAULT, _method, lambda: f"the method. {_methods()}; `None`: no preconditioning, the graft alone (Adam if that is `None` too)", structural=True),
@@ -250,7 +245,7 @@ OPTIONS: dict[str, Option] = {
     "root_device": Option(None, _root_device, "`\"cpu\"`: compute roots on the host, for a device without a solver; with `refresh_delay`, in a thread. No effect for parameters on the host"),
     "on_nonfinite": Option("skip", _choice("skip", "raise"), "for NaN or Inf in a gradient: the block skips the step, or the step raises (which reads the device on every step)"),
     "max_failed_refreshes": Option(3, _count(0), "number of failed refreshes in a row that one block may have"),
-    "communication_dtype": Option(None, _optional(_wire), "rounds directions for their way to the ranks that store the parameter: `\"float32\"`, `\"bfloat16\"`, `\"float16\"`, or `\"int8\"` with a scale per block; default: not rounded"),
+    "communication_dtype": Option(None, _optional(_dtype("float32", "bfloat16", "float16", "int8")), "rounds directions for their way to the ranks that store the parameter: `\"float32\"`, `\"bfloat16\"`, `\"float16\"`, or `\"int8\"` with a scale per block; default: not rounded"),
     "blocks": Option("global", _choice("global", "local"), "cut blocks from whole parameters; or from each shard, so that no gradient travels, but results depend on the sharding", structural=True),
     "precision": Option(None, _precision, "products that make statistics and apply roots: `\"float32\"`, or on a GPU `\"fast\"` with the 11 bits of TF32; default: torch's float32 matmul precision. Roots are computed in float32 in any case"),
     "state_dtype": Option("float32", dtype_name, "dtype of the state; arithmetic is in float32 or better", structural=True),
@@ -306,26 +301,27 @@ def markdown() -> str:
         users = readers(name)
         only = f" ({', '.join(map(_named, users))} only)" if 0 < len(users) < len(METHODS) else ""
         rows.append(f"| `{name}` | `{option.default!r}` | {option.text}{only}{' †' if option.structural else ''} |")
-    return "\n".join(
-        [
-            "# Options of `lather.Shampoo`",
-            "",
-            "Written by `python -m lather options`. Give an option for all parameters, or per param group. Options are read on every",
-            "step, so schedulers may change them. Those marked † decide which blocks and state there are, and are fixed after the",
-            "first step. A value out of range, or an option that has no effect with the others, raises a `ValueError`. An option that",
-            "has no effect on a device does not, so that a script runs anywhere; `opt.plan()` mentions it.",
-            "`python -m lather plan` takes all of them: `max_preconditioner_dim` is `--max-preconditioner-dim 2048`.",
-            "",
-            "| option | default | meaning |",
-            "|---|---|---|",
-            *rows,
-            "",
-            "## Arguments of the constructor only",
-            "",
-            "They say how the work is done, not what is computed. A checkpoint does not hold them.",
-            "",
-            "| argument | default | meaning |",
-            "|---|---|---|",
-            *(f"| `{name}` | `{default!r}` | {text} |" for name, (default, text) in ARGUMENTS.items()),
-        ]
-    )
+    more = [f"| `{name}` | `{default!r}` | {text} |" for name, (default, text) in ARGUMENTS.items()]
+    return PAGE.format(options="\n".join(rows), arguments="\n".join(more))
+
+
+PAGE = """\
+# Options of `lather.Shampoo`
+
+Written by `python -m lather options`. Give an option for all parameters, or per param group. Options are read on every
+step, so schedulers may change them. Those marked † decide which blocks and state there are, and are fixed after the
+first step. A value out of range, or an option that has no effect with the others, raises a `ValueError`. An option that
+has no effect on a device does not, so that a script runs anywhere; `opt.plan()` mentions it.
+`python -m lather plan` takes all of them: `max_preconditioner_dim` is `--max-preconditioner-dim 2048`.
+
+| option | default | meaning |
+|---|---|---|
+{options}
+
+## Arguments of the constructor only
+
+They say how the work is done, not what is computed. A checkpoint does not hold them.
+
+| argument | default | meaning |
+|---|---|---|
+{arguments}"""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,27 +16,28 @@ from .options import OF_PRESETS, OPTIONS, hint
 Options = Mapping[str, Any]
 Rules = Sequence[tuple[str | re.Pattern[str], Options]]
 
-KINDS: dict[str, Options] = {
+KINDS: dict[str, Options] = {  # a parameter of several kinds has the options of the first
     "embedding": {"preconditioner": None},
     "head": {"preconditioner": None},
     "norm": {"weight_decay": 0.0},
     "bias": {"weight_decay": 0.0},
 }
 NOTHING: Mapping[str, Options] = {}
-WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")  # of torch's, in names
+WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")  # in names, by torch
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
 @dataclass
 class _Named:
-    """A parameter with all its names, and the modules that it is part of: several if it is tied. ``plain`` are the names
-    without what ``torch.compile`` and other wrappers put into them."""
+    """A parameter with all its names: several if it is tied. ``plain`` are the names without those of torch's wrappers."""
 
     param: Tensor
-    names: list[str]
+    names: list[str] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)
-    owners: list[nn.Module] = field(default_factory=list)
-    head: bool = False
+    kinds: set[str] = field(default_factory=set)
+
+    def matches(self, pattern: re.Pattern[str]) -> bool:
+        return any(pattern.search(name) for name in (*self.names, *self.plain))
 
 
 def route(
@@ -43,18 +45,10 @@ def route(
 ) -> list[dict[str, Any]]:
     """Param groups for :class:`Shampoo` or a preset, from ordered rules ``(regular expression, options)``.
 
-    A parameter takes the options of the first rule that is found (``re.search``) in its name, or in one of its names if it is
-    tied; what ``torch.compile``, DDP and activation checkpointing add to names does not count. A rule without any parameter is an error. What no rule takes goes by its kind, if ``model`` is a module:
-
-    | kind | is | options |
-    |---|---|---|
-    | ``"embedding"`` | a weight of ``nn.Embedding`` or ``nn.EmbeddingBag``, tied to a head or not | ``preconditioner=None`` |
-    | ``"head"`` | the weight of the last ``nn.Linear``, if shaped like an embedding; those of ``nn.AdaptiveLogSoftmaxWithLoss`` | ``preconditioner=None`` |
-    | ``"norm"`` | a parameter of a normalisation of torch's, or of a class whose name ends in ``Norm`` | ``weight_decay=0.0`` |
-    | ``"bias"`` | named ``...bias``, or with fewer than two dimensions | ``weight_decay=0.0`` |
-
-    ``kinds`` replaces the options of those it names; ``kinds=None`` is no kinds at all. Everything else has the options of the
-    optimizer and is the first group; then come rules and kinds in order. ``opt.plan()`` shows what took a parameter.
+    The first rule that matches a parameter's name (``re.search``) sets its options. A rule without parameters raises an error.
+    Parameters of a module that match no rule are grouped by kind: ``"embedding"`` and ``"head"`` have ``preconditioner=None``,
+    ``"norm"`` and ``"bias"`` have ``weight_decay=0.0``. ``kinds`` replaces these options; ``kinds=None`` ignores kinds. All
+    other parameters are the first group, without options of their own. ``docs/recipes.md`` defines names and kinds exactly.
 
     >>> import torch, lather
     >>> model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 24), torch.nn.LayerNorm(24))
@@ -66,26 +60,27 @@ def route(
     2.weight adam 1 kind: norm
     2.bias adam 1 kind: norm
     1.bias adam 1 kind: bias
-    """  # noqa: E501
-    found = _census(model)
-    rules = _checked(list(rules))
-    patterns = [re.compile(pattern) for pattern, _ in rules]
-    options: dict[int | str | None, Options] = {None: {}}
-    options |= {i: given for i, (_, given) in enumerate(rules)}
-    options |= {kind: given for kind, given in _kinds(kinds).items() if isinstance(model, nn.Module)}
-    parts: dict[int | str | None, list[tuple[str, Tensor]]] = {key: [] for key in options}
+    """
+    found = _parameters(model)
+    rules = list(rules)
+    patterns = [_pattern(i, rule) for i, rule in enumerate(rules, 1)]
+    labels = [f"rule {i}: {pattern.pattern}" for i, pattern in enumerate(patterns, 1)]
+    options: dict[str, Options] = {"no rule": {}} | {label: rule[1] for label, rule in zip(labels, rules, strict=True)}
+    is_module, by_kind = isinstance(model, nn.Module), _kinds(kinds)
+    options |= {f"kind: {kind}": given for kind, given in by_kind.items() if is_module}
+    parts: dict[str, list[tuple[str, Tensor]]] = {label: [] for label in options}
     for item in found:
-        key = _first(patterns, item)
-        parts[_kind(item, options) if key is None else key].append((item.names[0], item.param))
-    for i in range(len(patterns)):
-        if not parts[i]:
+        matching = [label for label, pattern in zip(labels, patterns, strict=True) if item.matches(pattern)]
+        matching += [f"kind: {kind}" for kind in by_kind if kind in item.kinds]
+        parts[(*matching, "no rule")[0]].append((item.names[0], item.param))
+    for i, label in enumerate(labels):
+        if not parts[label]:
             raise ValueError(_unused(i, patterns, found))
-    if missing := [kind for kind in kinds or () if not parts.get(kind)]:
-        raise ValueError(
-            f"kinds has options for {missing[0]!r}, but no parameter that is left by the rules is of that kind; leave it out"
-            + ("" if isinstance(model, nn.Module) else ", or pass the model itself: names alone do not tell kinds")
-        )
-    return [{"params": part, **options[key], "rule": _label(key, patterns)} for key, part in parts.items() if part]
+    for kind in kinds or ():
+        if not parts.get(f"kind: {kind}"):
+            fix = "leave it out" if is_module else "leave it out, or pass the model itself: names alone do not tell kinds"
+            raise ValueError(f"kinds has options for {kind!r}, but the rules leave no parameter of that kind; {fix}")
+    return [{"params": part, **options[label], "rule": label} for label, part in parts.items() if part]
 
 
 def is_kind(group: Mapping[str, Any]) -> bool:
@@ -93,118 +88,80 @@ def is_kind(group: Mapping[str, Any]) -> bool:
     return str(group.get("rule", "")).startswith("kind: ")
 
 
-def _label(key: int | str | None, patterns: Sequence[re.Pattern[str]]) -> str:
-    if key is None:
-        return "no rule"
-    return f"rule {key + 1}: {patterns[key].pattern}" if isinstance(key, int) else f"kind: {key}"
-
-
-def _census(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[_Named]:
+def _parameters(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[_Named]:
     """Every parameter once, in order."""
     pairs = list(model.named_parameters(remove_duplicate=False)) if isinstance(model, nn.Module) else list(model)
     found: dict[int, _Named] = {}
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)):
             raise ValueError(
-                f"rules go by name, but there is a {type(pair).__name__} without one; pass the model, or "
+                f"rules need names, but there is a {type(pair).__name__} without one; pass the model, or "
                 "model.named_parameters() instead of model.parameters()"
             )
-        name, param = pair
-        found.setdefault(id(param), _Named(param, [])).names.append(name)
-    wrapped = all(WRAPPERS.sub("", name).startswith("module.") for name, _ in pairs)  # DDP's name for all of the model
+        found.setdefault(id(pair[1]), _Named(pair[1])).names.append(pair[0])
+    wrapped = all(WRAPPERS.sub("", name).startswith("module.") for name, _ in pairs)  # DDP: the whole model is its child
     for item in found.values():
         names = [WRAPPERS.sub("", name) for name in item.names]
         item.plain = [name.removeprefix("module.") for name in names] if wrapped else names
     if isinstance(model, nn.Module):
-        _look_at_modules(model, found)
+        _find_kinds(model, found)
     return list(found.values())
 
 
-def _look_at_modules(model: nn.Module, found: Mapping[int, _Named]) -> None:
-    linears = []
+def _find_kinds(model: nn.Module, found: Mapping[int, _Named]) -> None:
+    last, tables = None, set()
     for module in model.modules():
-        for param in module.parameters(recurse=False):
-            found[id(param)].owners.append(module)
+        for item in (found[id(param)] for param in module.parameters(recurse=False)):
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                item.kinds.add("embedding")
+                tables.add(item.param.shape)
+            if isinstance(module, NORMS) or re.search(r"norm(\d+d)?$", type(module).__name__, re.IGNORECASE):
+                item.kinds.add("norm")
+            if item.param.dim() < 2 or item.names[0].endswith("bias"):
+                item.kinds.add("bias")
         if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
-            for param in module.parameters():
-                found[id(param)].head = True
+            for item in (found[id(param)] for param in module.parameters()):
+                item.kinds |= {"head"} if item.param.dim() > 1 else set()
         if isinstance(module, nn.Linear):
-            linears.append(module)
-    tables = {tuple(item.param.shape) for item in found.values() if _is_embedding(item)}
-    if linears and tuple(linears[-1].weight.shape) in tables and id(linears[-1].weight) in found:
-        found[id(linears[-1].weight)].head = True
-
-
-def _is_embedding(item: _Named) -> bool:
-    return any(isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) for owner in item.owners)
-
-
-def _is_head(item: _Named) -> bool:
-    return item.head and item.param.dim() > 1
-
-
-def _is_norm(item: _Named) -> bool:
-    named = (re.search(r"norm(\d+d)?$", type(owner).__name__, re.IGNORECASE) for owner in item.owners)
-    return any(isinstance(owner, NORMS) for owner in item.owners) or any(named)
-
-
-def _is_bias(item: _Named) -> bool:
-    return item.param.dim() < 2 or item.names[0].endswith("bias")
-
-
-TESTS: dict[str, Callable[[_Named], bool]] = {"embedding": _is_embedding, "head": _is_head, "norm": _is_norm, "bias": _is_bias}
-
-
-def _kind(item: _Named, known: Iterable[int | str | None]) -> str | None:
-    """The first that it is of those that are known."""
-    return next((kind for kind, test in TESTS.items() if kind in known and test(item)), None)
+            last = module
+    if last is not None and last.weight.shape in tables and id(last.weight) in found:
+        found[id(last.weight)].kinds.add("head")
 
 
 def _kinds(given: Mapping[str, Options] | None) -> dict[str, Options]:
-    if given is None:
-        return {}
-    for kind, options in given.items():
+    for kind, options in (given or {}).items():
         if kind not in KINDS:
             raise ValueError(f"kinds has the unknown kind {kind!r}; there are {', '.join(map(repr, KINDS))}")
         _check_options(options, f"kind {kind!r}")
-    return KINDS | dict(given)
+    return {} if given is None else KINDS | dict(given)
 
 
-def _checked(rules: Rules) -> Rules:
-    """The rules, if they are well formed."""
-    for number, rule in enumerate(rules, 1):
-        if not (isinstance(rule, (tuple, list)) and len(rule) == 2 and isinstance(rule[0], (str, re.Pattern))):
-            raise ValueError(f"rule {number} is {rule!r}; it must be a pair such as ('experts', {{'batch_dims': 1}})")
-        try:
-            re.compile(rule[0])
-        except re.error as error:
-            raise ValueError(f"rule {number} has {rule[0]!r}, which is no regular expression: {error}") from error
-        _check_options(rule[1], f"rule {number}")
-    return rules
+def _pattern(number: int, rule: Any) -> re.Pattern[str]:
+    """The regular expression of a rule, if the rule is well formed."""
+    if not (isinstance(rule, (tuple, list)) and len(rule) == 2 and isinstance(rule[0], (str, re.Pattern))):
+        raise ValueError(f"rule {number} is {rule!r}; it must be a pair such as ('experts', {{'batch_dims': 1}})")
+    _check_options(rule[1], f"rule {number}")
+    try:
+        return re.compile(rule[0])
+    except re.error as error:
+        raise ValueError(f"rule {number} has {rule[0]!r}, which is not a regular expression: {error}") from error
 
 
 def _check_options(options: Any, where: str) -> None:
     if not isinstance(options, Mapping):
         raise ValueError(f"{where} has {options!r} for options; they must be a mapping such as {{'lr': 1e-4}}")
     for name in options:
-        if name not in OPTIONS and name not in OF_PRESETS:  # whoever takes the groups refuses others' names
+        if name not in OPTIONS and name not in OF_PRESETS:  # the optimizer refuses arguments of other presets
             raise ValueError(f"{where} has the unknown option {name!r}{hint(name)}")
-
-
-def _matches(pattern: re.Pattern[str], item: _Named) -> bool:
-    return any(pattern.search(name) for name in (*item.names, *item.plain))
-
-
-def _first(patterns: Sequence[re.Pattern[str]], item: _Named) -> int | None:
-    return next((i for i, pattern in enumerate(patterns) if _matches(pattern, item)), None)
 
 
 def _unused(number: int, patterns: Sequence[re.Pattern[str]], found: Sequence[_Named]) -> str:
     """Why a rule has no parameter, and what to do."""
     rule = f"rule {number + 1}, {patterns[number].pattern!r},"
-    if takers := {_first(patterns, item) for item in found if _matches(patterns[number], item)}:
-        before = ", ".join(f"rule {i + 1}" for i in range(number) if i in takers)
-        return f"{rule} has no effect: {before} comes first and takes all that it matches; put it before that"
+    if matched := [item for item in found if item.matches(patterns[number])]:
+        takers = {next(i for i, pattern in enumerate(patterns) if item.matches(pattern)) for item in matched}
+        before = ", ".join(f"rule {i + 1}" for i in sorted(takers))
+        return f"{rule} has no effect: {before} comes first and takes every parameter that it matches; move it up"
     if not found:
         return f"{rule} matches no parameter: there are none at all"
     near = _nearest(patterns[number].pattern, [name for item in found for name in item.plain])
@@ -212,17 +169,16 @@ def _unused(number: int, patterns: Sequence[re.Pattern[str]], found: Sequence[_N
 
 
 def _nearest(pattern: str, names: Sequence[str]) -> list[str]:
-    """The three names of which a part comes closest to a pattern; of those that differ in numbers only, the first."""
-    matcher = difflib.SequenceMatcher(b=re.sub(r"\\[a-zA-Z]|[\\^$*+?()\[\]{}|]", "", pattern))
+    """The three names with a part that is closest to a pattern. Names that differ only in numbers count once."""
+    text = re.sub(r"\\[a-zA-Z]|[\\^$*+?()\[\]{}|]", "", pattern)
 
-    def likeness(text: str) -> float:
-        matcher.set_seq1(text)
-        return matcher.ratio()
+    def likeness(part: str) -> float:
+        return difflib.SequenceMatcher(None, part, text).ratio()
 
     def score(name: str) -> tuple[float, float]:
         parts = name.split(".")
-        runs = (".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
-        return max(map(likeness, runs)), likeness(name)  # many have a last part such as "weight" in common
+        runs = (".".join(parts[i:j]) for i, j in itertools.combinations(range(len(parts) + 1), 2))
+        return max(map(likeness, runs)), likeness(name)  # the whole name decides between equal parts such as "weight"
 
     families: dict[str, str] = {}
     for name in names:

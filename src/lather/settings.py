@@ -67,7 +67,7 @@ class Settings:
     precision: str | None  # how torch is to multiply in a step; None: as the user has set it
     wire_dtype: str  # what directions travel as
     rounds: bool  # whether that changes them
-    given: Mapping[str, Any] = field(compare=False, repr=False)  # the options that this was made from
+    given: Mapping[str, Any] = field(compare=False, repr=False)  # the options that this was made from; lr if it is a tensor
 
     def graft_of(self, kind: str) -> Graft:
         """The elementwise method of blocks of a kind: ``"kronecker"``, ``"graft"`` or ``"adagrad"``."""
@@ -97,12 +97,12 @@ def resolve(group: dict[str, Any], last: Settings | None = None) -> Settings:
 
     Options are validated, and normalised in place. Raises ``ValueError`` for the first that is wrong.
     """
-    lr = group["lr"]
-    if not (type(lr) is float and 0 <= lr < math.inf) and not (isinstance(lr, torch.Tensor) and lr.is_cuda):
+    lr, before = group["lr"], last.given if last is not None else {}
+    in_tensor = isinstance(lr, torch.Tensor)  # read only when it is new: on a device that makes the host wait
+    if not in_tensor and not (type(lr) is float and 0 <= lr < math.inf):
         group["lr"] = OPTIONS["lr"].check("lr", lr)
-    if last is not None and all(group[name] is value for name, value in last.given.items()):
+    if last is not None and in_tensor == ("lr" in before) and all(group[name] is before[name] for name in before):
         return last
-    before = last.given if last is not None else {}
     for name, option in OPTIONS.items():
         if name not in before or group[name] is not before[name]:
             group[name] = option.check(name, group[name])
@@ -139,11 +139,11 @@ def _refuse_pairs(group: Group) -> None:
 
 
 def _settings(group: Group, method: Method | None) -> Settings:
-    hyper, start = _hyper(group), group["start_preconditioning_step"]
-    frequency, warmup = group["precondition_frequency"], group["refresh_warmup"]
-    period = 1 if warmup else frequency
-    usual = method.first_step(period, warmup) if method else period
+    hyper, start, frequency = _hyper(group), group["start_preconditioning_step"], group["precondition_frequency"]
+    period = 1 if group["refresh_warmup"] else frequency
+    usual = method.first_step(period, group["refresh_warmup"]) if method else period
     wire = group["communication_dtype"] or dtype_text(hyper.compute_dtype)
+    same = ("weight_decay", "momentum", "dampening", "nesterov", "maximize", "max_failed_refreshes")
     return Settings(
         method=method,
         graft=GRAFTS[group["graft"]],
@@ -153,48 +153,35 @@ def _settings(group: Group, method: Method | None) -> Settings:
         geometry=_geometry(group),
         averaging=_averaging(group),
         frequency=frequency,
-        warmup=warmup,
+        warmup=group["refresh_warmup"],
         start=start,
         first_refresh=float(usual if start is None else start),
         staggered=group["refresh"] == "staggered",
-        weight_decay=group["weight_decay"],
         decay_mode=group["weight_decay_mode"],
-        momentum=group["momentum"],
-        dampening=group["dampening"],
-        nesterov=group["nesterov"],
-        maximize=group["maximize"],
         raise_on_nonfinite=group["on_nonfinite"] == "raise",
-        max_failed_refreshes=group["max_failed_refreshes"],
         precision={"float32": "ieee", "fast": "tf32"}.get(group["precision"]),
         wire_dtype=wire,
         rounds=wire != dtype_text(hyper.compute_dtype),
-        given={name: group[name] for name in OPTIONS if name != "lr"},
+        given={name: group[name] for name in OPTIONS if name != "lr" or isinstance(group["lr"], torch.Tensor)},
+        **{name: group[name] for name in same},
     )
 
 
 def _hyper(group: Group) -> Hyper:
     (beta1, beta2), beta3, graft_beta2 = group["betas"], group["beta3"], group["graft_beta2"]
     state_dtype: torch.dtype = getattr(torch, group["state_dtype"])
+    same = ("bias_correction", "eps", "exponent", "exponent_multiplier", "root", "root_device", "refresh_delay")
     return Hyper(
         beta1=beta1,
         beta2=beta2,
         beta3=beta1 if beta3 is None else beta3,
-        bias_correction=group["bias_correction"],
-        eps=group["eps"],
         relative_damping=group["damping"] == "relative",
-        exponent=group["exponent"],
-        exponent_multiplier=group["exponent_multiplier"],
-        root=group["root"],
-        root_device=group["root_device"],
-        refresh_delay=group["refresh_delay"],
         packed=group["factors"] == "packed",
         state_dtype=state_dtype,
         root_dtype=getattr(torch, group["root_dtype"] or group["state_dtype"]),
         compute_dtype=torch.promote_types(state_dtype, torch.float32),
-        polar=group["polar"],
-        polar_scale=group["polar_scale"],
         graft_beta2=float(graft_beta2 if graft_beta2 is not None else 0.999 if beta2 == 1 else beta2),
-        graft_eps=group["graft_eps"],
+        **{name: group[name] for name in (*same, "polar", "polar_scale", "graft_eps")},
     )
 
 

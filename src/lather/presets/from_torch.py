@@ -1,6 +1,6 @@
-"""Recipes of torch's optimizers by the arguments of torch's classes, and what all presets share.
+"""Presets for torch's optimizers, and what all presets share.
 
-``params`` is that of :class:`Shampoo`: a model, or parameters or param groups as torch's optimizers take them.
+``params`` may be a model, or parameters or param groups as torch's optimizers take them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from ..optimizer import Shampoo
 from ..options import ARGUMENTS, FLAGS, OPTIONS, hint
 from ..routing import route
 
-Carry = Callable[[Mapping[str, Any]], dict[str, Any]]
-SAME_RESULT = ("foreach", "fused")  # ways to compute the same, which say nothing here
+Translate = Callable[[Mapping[str, Any]], dict[str, Any]]  # another optimizer's arguments -> options of Shampoo
+IGNORED = ("foreach", "fused")  # torch's ways to compute the same result
+RENAMED = {"eps": "graft_eps", "factor_eps": "eps"}
 REFUSED = {
     "amsgrad": "there is no running maximum of the second moment; leave it out",
     "capturable": "a step cannot be part of your CUDA graph (on CUDA it replays graphs of its own); leave it out",
     "differentiable": "no gradient flows through a step; leave it out",
     "lr_decay": "it is a schedule; leave it out, make "
     "torch.optim.lr_scheduler.LambdaLR(opt, lambda t: 1 / (1 + {value!r} * t)) and step it after every opt.step()",
-    "initial_accumulator_value": "sums begin at zero; leave it out, and for first steps as short as with it pass "
-    "eps={value!r} ** 0.5",
+    "initial_accumulator_value": "sums start at zero; leave it out, and for equally short first steps pass eps={value!r} ** 0.5",
 }
 
 
@@ -41,19 +41,10 @@ def from_sgd(
     fused: bool | None = None,
     **options: Any,
 ) -> Shampoo:
-    """``Shampoo`` with the recipe of ``torch.optim.SGD``.
+    """``Shampoo`` with the arguments of ``torch.optim.SGD``, grafted onto SGD: ``graft="sgd"``, ``betas=(0.0, 0.95)``.
 
-    | SGD | Shampoo |
-    |---|---|
-    | the method | ``graft="sgd"``, ``betas=(0.0, 0.95)``: no filter, and factors averaged over some 20 steps |
-    | ``lr``, ``momentum``, ``nesterov``, ``maximize`` | the same |
-    | ``dampening`` | the same; the first momentum buffer, which torch does not dampen, is dampened too |
-    | ``weight_decay`` | the same, with ``weight_decay_mode="decoupled"``: added to the direction, before momentum, as SGD adds it |
-    | ``foreach``, ``fused`` | nothing: they do not change results |
-    | ``differentiable`` | refused |
-
-    Under ``weight_decay_mode="l2"`` decay would be part of the gradient and be preconditioned as well, which trained worse
-    (``docs/results.md``).
+    Weight decay is added before momentum, as in SGD, but is not preconditioned. The first momentum buffer is dampened too.
+    ``differentiable`` is refused.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(8, 4)
@@ -63,13 +54,13 @@ def from_sgd(
     """
     given = dict(locals())
 
-    def settled(some: Mapping[str, Any]) -> dict[str, Any]:
-        """Without momentum dampening does nothing: in torch no mistake, so none here."""
+    def translate(some: Mapping[str, Any]) -> dict[str, Any]:
+        """Drops dampening without momentum: torch accepts it, although it has no effect."""
         both = {"momentum": momentum, "dampening": dampening} | dict(some)
         OPTIONS["dampening"].check("dampening", both["dampening"])
         return carry(both if both["momentum"] else both | {"dampening": 0})
 
-    return shampoo(given, settled, graft="sgd", betas=(0.0, 0.95), weight_decay_mode="decoupled")
+    return preset(given, translate, graft="sgd", betas=(0.0, 0.95), weight_decay_mode="decoupled")
 
 
 def from_adagrad(
@@ -86,18 +77,10 @@ def from_adagrad(
     fused: bool | None = None,
     **options: Any,
 ) -> Shampoo:
-    """``Shampoo`` with the recipe of ``torch.optim.Adagrad``.
+    """``Shampoo`` with the arguments of ``torch.optim.Adagrad``, grafted onto Adagrad: ``graft="adagrad"``, ``betas=(0.0, 1.0)``.
 
-    | Adagrad | Shampoo |
-    |---|---|
-    | the method | ``graft="adagrad"``, ``betas=(0.0, 1.0)``: no filter, and factors are sums too |
-    | ``lr``, ``maximize`` | the same |
-    | ``lr_decay`` | refused above 0: ``LambdaLR(opt, lambda t: 1 / (1 + lr_decay * t))`` is the same |
-    | ``weight_decay`` | the same, with ``weight_decay_mode="l2"`` |
-    | ``initial_accumulator_value`` | refused above 0: sums begin at zero |
-    | ``eps`` | ``graft_eps`` |
-    | ``foreach``, ``fused`` | nothing: they do not change results |
-    | ``differentiable`` | refused |
+    Factors are sums too. ``eps`` becomes ``graft_eps``. ``lr_decay``, ``initial_accumulator_value`` and ``differentiable``
+    are refused.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(8, 4)
@@ -105,7 +88,7 @@ def from_adagrad(
     >>> [opt.param_groups[0][name] for name in ("graft", "graft_eps", "betas")]
     ['adagrad', 1e-10, (0.0, 1.0)]
     """
-    return shampoo(dict(locals()), carry, graft="adagrad", betas=(0.0, 1.0), weight_decay_mode="l2")
+    return preset(dict(locals()), carry, graft="adagrad", betas=(0.0, 1.0), weight_decay_mode="l2")
 
 
 def from_adam(
@@ -124,18 +107,10 @@ def from_adam(
     decoupled_weight_decay: bool = False,
     **options: Any,
 ) -> Shampoo:
-    """``Shampoo`` with the recipe of ``torch.optim.Adam``.
+    """``Shampoo`` with the arguments of ``torch.optim.Adam``, grafted onto Adam.
 
-    | Adam | Shampoo |
-    |---|---|
-    | the method | ``graft="adam"`` |
-    | ``lr``, ``maximize`` | the same |
-    | ``betas`` | the same; ``betas[1]`` averages the factors too |
-    | ``eps`` | ``graft_eps`` |
-    | ``weight_decay`` | the same, with ``weight_decay_mode="l2"`` |
-    | ``decoupled_weight_decay`` | ``weight_decay_mode="decoupled"`` |
-    | ``foreach``, ``fused`` | nothing: they do not change results |
-    | ``amsgrad``, ``capturable``, ``differentiable`` | refused |
+    ``betas[1]`` also averages the factors. ``eps`` becomes ``graft_eps``, and the factors' damping is ``factor_eps``.
+    ``amsgrad``, ``capturable`` and ``differentiable`` are refused.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(8, 4)
@@ -143,7 +118,7 @@ def from_adam(
     >>> [opt.param_groups[0][name] for name in ("graft_eps", "eps", "weight_decay_mode")]
     [1e-06, 1e-10, 'l2']
     """
-    return shampoo(dict(locals()), carry, graft="adam")
+    return preset(dict(locals()), carry, graft="adam")
 
 
 def from_adamw(
@@ -161,17 +136,7 @@ def from_adamw(
     fused: bool | None = None,
     **options: Any,
 ) -> Shampoo:
-    """``Shampoo`` with the recipe of ``torch.optim.AdamW``.
-
-    | AdamW | Shampoo |
-    |---|---|
-    | the method | ``graft="adam"`` |
-    | ``lr``, ``maximize`` | the same |
-    | ``betas`` | the same; ``betas[1]`` averages the factors too |
-    | ``eps`` | ``graft_eps`` |
-    | ``weight_decay`` | the same, with ``weight_decay_mode="decoupled"`` |
-    | ``foreach``, ``fused`` | nothing: they do not change results |
-    | ``amsgrad``, ``capturable``, ``differentiable`` | refused |
+    """``Shampoo`` with the arguments of ``torch.optim.AdamW``: :func:`from_adam` with decoupled weight decay.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(8, 4)
@@ -179,15 +144,13 @@ def from_adamw(
     >>> [opt.param_groups[0][name] for name in ("lr", "weight_decay", "graft", "precondition_frequency")]
     [0.0003, 0.1, 'adam', 20]
     """
-    return shampoo(dict(locals()), carry, graft="adam", weight_decay_mode="decoupled")
+    return preset(dict(locals()), carry, graft="adam", weight_decay_mode="decoupled")
 
 
 def low_memory(params: Any, *arguments: Any, **options: Any) -> Shampoo:
-    """:func:`from_adamw` with the smallest state that keeps its averages in float32.
+    """:func:`from_adamw` with ``factors="packed"`` and ``root_dtype="bfloat16"``. Averages stay in float32.
 
-    ``factors="packed"`` and ``root_dtype="bfloat16"``: 4 times a square parameter instead of 6 (AdamW has 2). Other recipes
-    take the same two options. Packing changes nothing, and no price of rounded roots in quality was found (``docs/results.md``).
-    Large embeddings and heads cost most: :func:`route` gives them AdamW's state.
+    The state is 4 times the size of a square parameter instead of 6 (AdamW: 2). Other presets take the same two options.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(64, 64, bias=False)
@@ -197,31 +160,30 @@ def low_memory(params: Any, *arguments: Any, **options: Any) -> Shampoo:
     return from_adamw(params, *arguments, **{"factors": "packed", "root_dtype": "bfloat16"} | options)
 
 
-def shampoo(given: dict[str, Any], replaced: Carry, **recipe: Any) -> Shampoo:
-    """``given`` are a preset's arguments by name: ``params``, those of its class, and ``options`` for what is not of that;
-    ``replaced`` makes options of them, of param groups too."""
+def preset(given: dict[str, Any], translate: Translate, **recipe: Any) -> Shampoo:
+    """``Shampoo`` from all arguments of a preset, which are its ``locals()``."""
     params, options = given.pop("params"), given.pop("options")
-    return made(groups(params, replaced), recipe | replaced(given) | replaced(options))
+    groups = [translate(item) if isinstance(item, dict) else item for item in listed(params)]
+    return build(groups, recipe | translate(given | options))
 
 
-def made(params: Any, options: Mapping[str, Any]) -> Shampoo:
-    """``Shampoo``, unless there is an option that it does not have: no argument of the preset, which would have replaced it."""
+def build(params: Any, options: Mapping[str, Any]) -> Shampoo:
+    """``Shampoo``. An argument of another preset is an unknown option here."""
     for name in options:
         if name not in (*OPTIONS, *ARGUMENTS, *FLAGS):
             raise TypeError(f"there is no option {name!r}{hint(name)}")
     return Shampoo(params, **options)
 
 
-def groups(params: Any, replaced: Carry) -> Any:
-    """Parameters as they are, param groups, of a model those by kind, with their options replaced."""
+def listed(params: Any) -> list[Any]:
+    """Parameters or param groups. Those of a model are grouped by kind."""
     if isinstance(params, Tensor):
-        return params  # torch says what is wrong with that
-    params = route(params) if isinstance(params, nn.Module) else params
-    return [replaced(item) if isinstance(item, dict) else item for item in params]
+        raise TypeError("params is a tensor, but must be a model or an iterable of parameters or param groups; pass [params]")
+    return route(params) if isinstance(params, nn.Module) else list(params)
 
 
 def carry(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the optimizer, or a param group, with torch's replaced by what they are here."""
+    """Arguments of torch's optimizers, or a param group, as options of ``Shampoo``."""
     options: dict[str, Any] = {}
     for name, value in given.items():
         if name in REFUSED:
@@ -229,28 +191,22 @@ def carry(given: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(value, (int, float)) and value < 0:
                 raise ValueError(f"{name}={value!r} is not valid: it must be at least 0")
             if value:
-                raise ValueError(f"{name}={value!r} is not supported: " + REFUSED[name].format(value=value))
-        elif name == "eps":
-            options["graft_eps"] = OPTIONS["graft_eps"].check("eps", value)
-        elif name == "factor_eps":
-            options["eps"] = OPTIONS["eps"].check("factor_eps", value)
-        elif name == "betas":
-            options["betas"] = numbers(value)
-        elif name == "weight_decay":
-            options["weight_decay"] = number(value)
+                raise ValueError(f"{name}={value!r} is not supported: {REFUSED[name].format(value=value)}")
+        elif name in RENAMED:
+            options[RENAMED[name]] = OPTIONS[RENAMED[name]].check(name, value)
         elif name == "decoupled_weight_decay":
             options["weight_decay_mode"] = "decoupled" if value else "l2"
-        elif name not in SAME_RESULT:
+        elif name not in IGNORED:
             options[name] = value
-    return options
+    return plain(options)
 
 
-def numbers(betas: Any) -> Any:
-    """Betas with tensors, which torch allows, as numbers."""
-    if not isinstance(betas, (tuple, list)):
-        return betas
-    return tuple(map(number, betas))
+def plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with numbers for the tensors that torch allows as ``betas`` and ``weight_decay``."""
+    return {name: number(value) if name in ("betas", "weight_decay") else value for name, value in options.items()}
 
 
 def number(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(map(number, value))
     return value.item() if isinstance(value, Tensor) else value

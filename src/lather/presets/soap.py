@@ -1,4 +1,4 @@
-"""SOAP, by the arguments of its authors' optimizer."""
+"""The preset for SOAP."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..optimizer import Shampoo
 from ..options import OPTIONS
-from .from_torch import number, numbers, shampoo
+from .from_torch import plain, preset
 
-OURS = {"max_precond_dim": "max_preconditioner_dim", "correct_bias": "bias_correction"}
+RENAMED = {"max_precond_dim": "max_preconditioner_dim", "correct_bias": "bias_correction"}
 
 
 def soap(
@@ -30,22 +30,10 @@ def soap(
     correct_bias: bool = True,
     **options: Any,
 ) -> Shampoo:
-    """``Shampoo`` with the recipe of SOAP (arXiv 2409.11321), by the arguments of its authors' optimizer.
+    """``Shampoo`` with the arguments of the SOAP authors' optimizer (arXiv 2409.11321): Adam in the eigenbases of the factors.
 
-    | SOAP | Shampoo |
-    |---|---|
-    | the method | ``preconditioner="soap"``, ``graft=None``; parameters that have no factors follow Adam |
-    | ``lr``, ``weight_decay`` (decoupled), ``precondition_frequency``, ``merge_dims``, ``precondition_1d`` | the same |
-    | ``betas`` | the same; ``betas[1]`` averages the factors too |
-    | ``shampoo_beta`` | refused from 0 on: factors have no average of their own |
-    | ``eps`` | ``eps`` and, of parameters that have no factors, ``graft_eps`` |
-    | ``max_precond_dim`` | ``max_preconditioner_dim`` with ``large_dim="diagonal"``: a larger dimension is not rotated |
-    | ``correct_bias`` | ``bias_correction`` |
-    | ``normalize_grads``, another ``data_format`` | refused |
-
-    Their first step computes bases and moves nothing. Here it is Adam's, and so are all until the first refresh, at step
-    ``precondition_frequency``; if that is 1, at step 2, for bases made of one gradient make the next step far too long. A
-    group with ``preconditioner=None``, such as :func:`route` makes, is Adam's as well.
+    ``betas[1]`` also averages the factors, so ``shampoo_beta`` is refused, as are ``normalize_grads`` and another ``data_format``.
+    Their first step computes bases and moves nothing. Here, steps before the first refresh are Adam's.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(8, 4)
@@ -53,31 +41,27 @@ def soap(
     >>> [row.method for row in opt.plan().params], opt.param_groups[0]["max_preconditioner_dim"]
     (['soap', 'adam'], 4096)
     """
-    opt = shampoo(dict(locals()), _carry, preconditioner="soap", graft=None, large_dim="diagonal")
-    for chosen in (opt.defaults, *opt.param_groups):
-        if (chosen["preconditioner"], chosen["precondition_frequency"]) == ("soap", 1):
-            chosen["start_preconditioning_step"] = chosen["start_preconditioning_step"] or 2
+    opt = preset(dict(locals()), _carry, preconditioner="soap", graft=None, large_dim="diagonal")
+    for group in (opt.defaults, *opt.param_groups):
+        if group["preconditioner"] == "soap" and group["precondition_frequency"] == 1:
+            # Bases of a single gradient would make the second step far too long.
+            group["start_preconditioning_step"] = group["start_preconditioning_step"] or 2
     return opt
 
 
 def _carry(given: Mapping[str, Any]) -> dict[str, Any]:
-    """As :func:`~lather.presets.from_torch.carry`, for the arguments of SOAP."""
-    if given.get("shampoo_beta", -1) >= 0:
-        raise ValueError(f"shampoo_beta={given['shampoo_beta']!r} is not supported: betas[1] averages factors too; leave it out")
-    if given.get("normalize_grads"):
-        raise ValueError("normalize_grads=True is not supported: gradients are taken as they are; leave it out")
-    if given.get("data_format", "channels_first") != "channels_first":
-        raise ValueError(
-            f"data_format={given['data_format']!r} is not supported: dimensions are in torch's order, in any memory format; "
-            "leave it out"
-        )
-    options = {OURS.get(name, name): value for name, value in given.items()}
-    if "betas" in options:
-        options["betas"] = numbers(options["betas"])
-    if "weight_decay" in options:
-        options["weight_decay"] = number(options["weight_decay"])
-    for name in ("shampoo_beta", "normalize_grads", "data_format"):
-        options.pop(name, None)
-    if "eps" in options:
-        options["graft_eps"] = options["eps"] = OPTIONS["graft_eps"].check("eps", options["eps"])
+    """Arguments of SOAP, or a param group, as options of ``Shampoo``."""
+    memory = given.get("data_format", "channels_first")
+    refused = {
+        "shampoo_beta": (given.get("shampoo_beta", -1) >= 0, "betas[1] averages factors too"),
+        "normalize_grads": (given.get("normalize_grads"), "gradients are used as they are"),
+        "data_format": (memory != "channels_first", "dimensions are in torch's order, in any memory format"),
+    }
+    for name, (wrong, why) in refused.items():
+        if wrong:
+            raise ValueError(f"{name}={given[name]!r} is not supported: {why}; leave it out")
+    options = plain({RENAMED.get(name, name): value for name, value in given.items() if name not in refused})
+    if "eps" in options:  # also that of Adam, for parameters without factors
+        options["eps"] = OPTIONS["graft_eps"].check("eps", options["eps"])
+        options.setdefault("graft_eps", options["eps"])
     return options

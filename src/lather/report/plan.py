@@ -1,8 +1,9 @@
-"""The plan as a report: what is preconditioned and how, memory by kind, work per step. From shapes alone."""
+"""The plan as a report: what is preconditioned and how, and the memory, traffic and work that it takes. From shapes alone."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,13 +15,15 @@ from ..methods import FILTER_ROLES
 from ..options import OPTIONS, dtype_name, hint, whole
 from ..planning.blocks import Block
 from ..planning.layouts import layout_named, team_of
-from ..planning.plan import BankKey, Plan, Spec, make_plan, refresh_flops, step_flops
-from ..runtime.unit_plan import plan_units
+from ..planning.owners import imbalance
+from ..planning.plan import BankKey, Plan, Spec, make_plan, mean_flops, refresh_flops, step_flops
+from ..runtime.unit_plan import UnitPlan, plan_units
 from ..settings import Settings, check_options, idle_on
 from ..storage.averaging import state_of
-from .scale import RankReport, block_bytes, rank_report, scratch_bytes
+from ..storage.buffers import ScratchKey
 
-WASTE = 0.2  # padding above which to say what helps
+Sizes = Mapping[BankKey, Counter[str]]  # bytes of one block of a bank, by kind
+WASTE = 0.2  # fraction of padding above which the report says what helps
 
 
 @dataclass(frozen=True)
@@ -45,64 +48,97 @@ class BankRow:
     state_bytes: int
 
 
+@dataclass(frozen=True)
+class RankReport:
+    """What each rank of a team needs. The ``trainers`` of a team share the work.
+
+    Bytes are those of the rank ``place``: the one that asks or, without processes, the one with the most state. A step receives
+    gradients (inbound) and directions (outbound). ``padding`` is the fraction of these that only makes messages equally long.
+    Work is in FLOP per step, with refreshes spread over their period. ``imbalance`` is the largest work over the mean, C(N).
+    ``law_bytes`` is the paper's ``(4 P / N + P) C(N)`` in float32.
+    """
+
+    trainers: int
+    place: int
+    state_bytes: int
+    state_bytes_max: int
+    state_bytes_mean: float
+    buffer_bytes: int
+    scratch_bytes: int
+    inbound_bytes: int
+    outbound_bytes: int
+    padding: float
+    work_max: float
+    work_mean: float
+    imbalance: float
+    law_bytes: float
+
+
+@dataclass(init=False, repr=False, eq=False)
 class PlanReport:
     """Print it, or read its attributes; ``to_dict()`` gives plain data.
 
     >>> import lather
     >>> report = lather.plan({"weight": (64, 32), "bias": (64,)})
-    >>> [(row.name, row.method, row.blocks) for row in report.params]
-    [('weight', 'shampoo', 1), ('bias', 'adam', 1)]
+    >>> [(row.name, row.blocks, row.reason) for row in report.params]
+    [('weight', 1, ''), ('bias', 1, '1-D')]
     >>> report.memory["factors"], report.memory["roots"]
     (20480, 20480)
     """
 
+    params: list[ParamRow]
+    banks: list[BankRow]
+    memory: dict[str, int]  # bytes of the whole state, by kind
+    scratch_bytes: int
+    teams: list[RankReport]
+    step_flops: float
+    refresh_flops: float
+    notes: list[str]  # options without effect where the parameters are
+
     def __init__(self, plan: Plan, places: Sequence[int] | None = None, rules: Sequence[str] = ()) -> None:
-        """``places`` are those of the rank that asks; by default the most loaded one of every team. ``rules`` made the groups."""
-        blocks: list[list[Block]] = [[] for _ in plan.specs]
-        for block in plan.blocks:
-            blocks[block.param].append(block)
-        self.params = [_param_row(plan, *item, rules) for item in zip(plan.specs, blocks, strict=True)]
-        self.banks = _bank_rows(plan)
-        self.notes = _notes(plan)
-        self.memory = _memory(plan)
-        self.teams = [rank_report(plan, team, places[team] if places else None) for team in range(len(plan.teams))]
-        drafts = plan_units(plan, [team.place for team in self.teams]) if len(self.teams) > 1 else []
-        self.scratch_bytes = scratch_bytes(drafts) if drafts else self.teams[0].scratch_bytes
-        banks = [(len(ns), plan.blocks[ns[0]], plan.settings[k.group], k.device) for k, ns in plan.all_banks().items()]
-        self.step_flops = sum(n * step_flops(block, settings) for n, block, settings, _ in banks)
-        self.refresh_flops = sum(n * refresh_flops(block, settings, device) for n, block, settings, device in banks)
+        """``places``: of this rank, by team; by default those with the most state. ``rules``: what made each param group."""
+        banks = [(key, len(ns), plan.blocks[ns[0]], plan.settings[key.group]) for key, ns in plan.all_banks().items()]
+        sizes = {key: _block_bytes(plan, key) for key, *_ in banks}
+        work = {key: mean_flops(block, settings, key.device) for key, _, block, settings in banks}
+        totals = [_place_totals(plan, team, sizes, work) for team in range(len(plan.teams))]
+        places = places or [state.index(max(state)) for state, _ in totals]
+        units = plan_units(plan, places)
+        devices = dict.fromkeys((spec.group, spec.device) for spec in plan.specs)
+        self.params = _param_rows(plan, rules)
+        self.banks = _bank_rows(plan, sizes)
+        self.memory = _memory(plan, sizes)
+        self.scratch_bytes = _scratch_bytes(units)
+        self.teams = [_rank_report(plan, team, places[team], units, *each) for team, each in enumerate(totals)]
+        self.step_flops = sum(n * step_flops(block, settings) for _, n, block, settings in banks)
+        self.refresh_flops = sum(n * refresh_flops(block, settings, key.device) for key, n, block, settings in banks)
+        self.notes = list(dict.fromkeys(note for g, device in devices for note in idle_on(device, plan.settings[g].given)))
 
     @property
     def state_bytes(self) -> int:
         return self.memory["total"]
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "params": [asdict(row) for row in self.params],
-            "banks": [asdict(row) for row in self.banks],
-            "memory": dict(self.memory),
-            "scratch_bytes": self.scratch_bytes,
-            "teams": [team.to_dict() for team in self.teams],
-            "step_flops": self.step_flops,
-            "refresh_flops": self.refresh_flops,
-            "notes": list(self.notes),
-        }
+        return asdict(self)
 
     def __repr__(self) -> str:
         return str(self)
 
     def __str__(self) -> str:
-        head, cells = ["parameter", "shape", "method", "blocks", "why"], [_param_cells(row) for row in self.params]
-        if any(row.rule for row in self.params):
-            head, cells = [*head, "routed by"], [(*row, p.rule) for row, p in zip(cells, self.params, strict=True)]
-        lines = [*table(head, cells), ""]
-        lines += [*table(("bank", "slots", "block", "solver", "state"), map(_bank_cells, self.banks)), ""]
+        params = [("parameter", "shape", "method", "blocks", "why", "routed by" if any(row.rule for row in self.params) else "")]
+        for row in self.params:
+            blocks = f"{row.blocks} of " + ", ".join(map(_times, row.block_shapes)) if row.blocks else "-"
+            params.append((row.name, _times(row.shape), row.method, blocks, row.reason, row.rule))
+        banks = [("bank", "slots", "block", "solver", "state")]
+        for bank in self.banks:
+            solver, size = ", ".join(dict.fromkeys(bank.solvers)) or "-", bytes_text(bank.state_bytes)
+            banks.append((f"{bank.group}:{bank.method}", str(bank.slots), _times(bank.shape), solver, size))
+        lines = [*table(params), "", *table(banks), ""]
         lines += ["state: " + ", ".join(f"{kind} {bytes_text(size)}" for kind, size in self.memory.items())]
         lines += [f"scratch: {bytes_text(self.scratch_bytes)} kept between steps, shared by all banks"]
         lines += [f"work: {flops_text(self.step_flops)} per step, {flops_text(self.refresh_flops)} per refresh of all roots"]
-        lines += [_team_line(team) for team in self.teams if team.trainers > 1]
-        lines += [f"note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        if shared := [team for team in self.teams if team.trainers > 1]:
+            lines += ["", scale_table([team.trainers for team in shared], shared)]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 def plan(
@@ -116,10 +152,10 @@ def plan(
     stages: int = 1,
     **given: Any,
 ) -> PlanReport:
-    """The report for parameters of these shapes, without tensors: ``{name: shape}`` and the options of ``Shampoo``.
+    """The report for parameters ``{name: shape}`` and options of ``Shampoo``. Needs no tensors.
 
-    For several ``ranks``, ``shard`` says how parameters lie over them: ``"ddp"``, ``"fsdp"``, ``"hsdp=K"`` (sharded over K ranks)
-    or ``"tp=K"`` (the second dimension split over K ranks, the first over the others).
+    For several ``ranks``, ``shard`` says how they store the parameters: ``"ddp"``, ``"fsdp"``, ``"hsdp=K"`` (sharded over K ranks)
+    or ``"tp=K"`` (the second dimension sharded over K ranks, the first over the others).
 
     >>> plan({"weight": (3000, 8)}, max_preconditioner_dim=1024).params[0].block_shapes
     ((1000, 8),)
@@ -131,16 +167,15 @@ def plan(
     for name, shape in shapes.items():
         if not isinstance(shape, Sequence) or any(not isinstance(d, int) or d < 0 for d in shape):
             raise ValueError(f"the shape of {name!r} is {shape!r}; it must be a tuple of whole numbers of at least 0")
-    group = {name: option.default for name, option in OPTIONS.items()}
     for name in given:
-        if name not in group:
+        if name not in OPTIONS:
             raise ValueError(f"unknown option {name!r}{hint(name)}")
-    settings = check_options(group | given)
+    settings = check_options({name: option.default for name, option in OPTIONS.items()} | given)
     dtype = dtype_name("dtype", dtype)
     try:
         torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device={device!r} is none that torch knows: {error}") from error
+        raise ValueError(f"device={device!r} is not a device that torch knows: {error}") from error
     ranks, stages = whole("ranks", ranks), whole("stages", stages)
     trainers = ranks if num_trainers_per_group is None else whole("num_trainers_per_group", num_trainers_per_group)
     specs = []
@@ -150,28 +185,31 @@ def plan(
     return PlanReport(make_plan(specs, [settings], [range(trainers)], stages))
 
 
-def _notes(plan: Plan) -> list[str]:
-    """What a user might not expect: options without effect where the parameters are."""
-    used = dict.fromkeys((spec.group, spec.device) for spec in plan.specs)
-    return list(dict.fromkeys(note for g, device in used for note in idle_on(device, plan.settings[g].given)))
+def _param_rows(plan: Plan, rules: Sequence[str]) -> list[ParamRow]:
+    blocks: list[list[Block]] = [[] for _ in plan.specs]
+    for block in plan.blocks:
+        blocks[block.param].append(block)
+    rows = []
+    for spec, own in zip(plan.specs, blocks, strict=True):
+        method = _method_name(plan.settings[spec.group], own[0].kind) if own else "nothing"
+        shapes = tuple(dict.fromkeys(block.shape for block in own))
+        rule = rules[spec.group] if spec.group < len(rules) else ""
+        rows.append(ParamRow(spec.name, spec.shape, method, len(own), shapes, own[0].reason if own else "empty", rule))
+    return rows
 
 
-def _memory(plan: Plan) -> dict[str, int]:
-    """Bytes of the whole state, by kind."""
-    memory: dict[str, int] = {}
-    for key, numbers in plan.all_banks().items():
-        settings = plan.settings[key.group]
-        method = settings.method_of(key.kind)
-        kinds = {**(method.roles if method else {}), **FILTER_ROLES, **settings.graft_of(key.kind).roles}
-        for role, like in block_state(plan, key).items():
-            kind = kinds.get(role[0], "other")
-            memory[kind] = memory.get(kind, 0) + len(numbers) * like.nbytes
-    for spec in plan.specs:
-        for role, dtype in state_of(getattr(torch, spec.dtype), plan.settings[spec.group]).items():
-            kind = "momentum" if role == "momentum" else "averaging"
-            memory[kind] = memory.get(kind, 0) + math.prod(spec.shape) * dtype.itemsize
-    memory = {kind: size for kind, size in memory.items() if size}
-    return memory | {"total": sum(memory.values())}
+def _bank_rows(plan: Plan, sizes: Sizes) -> list[BankRow]:
+    """Banks of all ranks and transports that do the same."""
+    found: dict[tuple[Any, ...], list[BankKey]] = {}
+    for key in plan.keys:
+        found.setdefault((key.group, key.device, key.kind, key.shape, key.modes), []).append(key)
+    rows = []
+    for (group, device, kind, shape, modes), keys in found.items():
+        settings = plan.settings[group]
+        method, size = settings.method_of(kind), len(keys) * sizes[keys[0]].total()
+        solvers = method.solvers(shape, modes, settings.hyper, device) if method else ()
+        rows.append(BankRow(group, _method_name(settings, kind), len(keys), shape, modes, solvers, size))
+    return rows
 
 
 def _method_name(settings: Settings, kind: str) -> str:
@@ -179,75 +217,107 @@ def _method_name(settings: Settings, kind: str) -> str:
     return method.name if method else "adagrad" if kind == "adagrad" else settings.elementwise
 
 
-def _param_row(plan: Plan, spec: Spec, blocks: Sequence[Block], rules: Sequence[str]) -> ParamRow:
-    rule = rules[spec.group] if spec.group < len(rules) else ""
-    if not blocks:
-        return ParamRow(spec.name, spec.shape, "nothing", 0, (), "empty", rule)
-    method = _method_name(plan.settings[spec.group], blocks[0].kind)
-    shapes = tuple(dict.fromkeys(block.shape for block in blocks))
-    return ParamRow(spec.name, spec.shape, method, len(blocks), shapes, blocks[0].reason, rule)
+def _block_bytes(plan: Plan, key: BankKey) -> Counter[str]:
+    """State of one block of a bank, by kind."""
+    settings, sizes = plan.settings[key.group], Counter[str]()
+    method, graft = settings.method_of(key.kind), settings.graft_of(key.kind)
+    kinds = {**(method.roles if method else {}), **FILTER_ROLES, **graft.roles}
+    for role, like in block_state(plan, key).items():
+        sizes[kinds.get(role[0], "other")] += like.nbytes
+    return sizes
 
 
-def _bank_rows(plan: Plan) -> list[BankRow]:
-    """Banks of all ranks and transports that do the same."""
-    found: dict[tuple[Any, ...], list[BankKey]] = {}
-    for key in plan.keys:
-        found.setdefault((key.group, key.device, key.kind, key.shape, key.modes), []).append(key)
-    rows = []
-    for keys in found.values():
-        key, settings = keys[0], plan.settings[keys[0].group]
-        method = settings.method_of(key.kind)
-        solvers = method.solvers(key.shape, key.modes, settings.hyper, key.device) if method else ()
-        size, name = len(keys) * block_bytes(plan, key), _method_name(settings, key.kind)
-        rows.append(BankRow(key.group, name, len(keys), key.shape, key.modes, solvers, size))
-    return rows
+def _element_bytes(plan: Plan, spec: Spec) -> Counter[str]:
+    """State per element of a parameter, stored like the parameter itself, by kind."""
+    sizes = Counter[str]()
+    for role, dtype in state_of(getattr(torch, spec.dtype), plan.settings[spec.group]).items():
+        sizes["momentum" if role == "momentum" else "averaging"] += dtype.itemsize
+    return sizes
 
 
-def table(head: Sequence[str], rows: Any) -> list[str]:
-    cells = [tuple(head), *rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+def _memory(plan: Plan, sizes: Sizes) -> dict[str, int]:
+    memory = Counter[str]()
+    for key, numbers in plan.all_banks().items():
+        memory.update({kind: len(numbers) * size for kind, size in sizes[key].items()})
+    for spec in plan.specs:
+        memory.update({kind: math.prod(spec.shape) * size for kind, size in _element_bytes(plan, spec).items()})
+    return {kind: size for kind, size in memory.items() if size} | {"total": memory.total()}
 
 
-def _param_cells(row: ParamRow) -> tuple[str, ...]:
-    blocks = f"{row.blocks} of " + ", ".join(map(_times, row.block_shapes)) if row.blocks else "-"
-    return row.name, _times(row.shape), row.method, blocks, row.reason
+def _place_totals(plan: Plan, team: int, sizes: Sizes, work: Mapping[BankKey, float]) -> tuple[list[int], list[float]]:
+    """State bytes and FLOP per step of every place of a team."""
+    banks = [plan.banks(team, place).items() for place in range(len(plan.teams[team]))]
+    state = [sum(len(numbers) * sizes[key].total() for key, numbers in own) for own in banks]
+    flops = [sum((len(numbers) * work[key] for key, numbers in own), 0.0) for own in banks]
+    for spec in (spec for spec in plan.specs if spec.team == team):
+        if size := _element_bytes(plan, spec).total():
+            for place in range(len(state)):
+                state[place] += spec.layout.region(spec.shape, place).numel * size
+    return state, flops
 
 
-def _bank_cells(row: BankRow) -> tuple[str, ...]:
-    solver = ", ".join(dict.fromkeys(row.solvers)) or "-"
-    return f"{row.group}:{row.method}", str(row.slots), _times(row.shape), solver, bytes_text(row.state_bytes)
-
-
-def scale_table(rows: Mapping[int, RankReport]) -> str:
-    """One line for each number of ranks; memory and traffic are those of the rank with the most state."""
-    head: tuple[str, ...] = ("ranks", "share", "state/rank", "mean", "buffers", "scratch", "in/step", "out/step")
-    head += ("padding", "work/rank", "C(N)", "(4P/N + P) C(N)")
-    cells = [
-        (
-            str(ranks),
-            str(row.trainers),
-            *map(bytes_text, (row.state_bytes, row.state_bytes_mean, row.buffer_bytes, row.scratch_bytes)),
-            *map(bytes_text, (row.inbound_bytes, row.outbound_bytes)),
-            f"{row.padding:.1%}",
-            flops_text(row.work_max),
-            f"{row.imbalance:.3f}",
-            bytes_text(row.law_bytes),
-        )
-        for ranks, row in rows.items()
-    ]
-    lines = table(head, cells)
-    if any(row.padding > WASTE for row in rows.values()):
-        lines += ["", "Much of this is padding: let fewer ranks share the work (--group, num_trainers_per_group)."]
-    return "\n".join(lines)
-
-
-def _team_line(team: RankReport) -> str:
-    return (
-        f"rank {team.place} of {team.trainers} that share this: state {bytes_text(team.state_bytes)}, buffers "
-        f"{bytes_text(team.buffer_bytes)}; received per step: gradients {bytes_text(team.inbound_bytes)}, directions "
-        f"{bytes_text(team.outbound_bytes)}; imbalance {team.imbalance:.3f}"
+def _rank_report(
+    plan: Plan, team: int, place: int, units: Sequence[UnitPlan], state: Sequence[int], work: Sequence[float]
+) -> RankReport:
+    units = [unit for unit in units if unit.transport.team == team]
+    received = Counter[str]()
+    for unit in units:
+        received.update(unit.received_bytes())
+    numel = sum(math.prod(spec.shape) for spec in plan.specs if spec.team == team)
+    trainers, uneven = len(state), imbalance(work)
+    return RankReport(
+        trainers=trainers,
+        place=place,
+        state_bytes=state[place],
+        state_bytes_max=max(state),
+        state_bytes_mean=sum(state) / trainers,
+        buffer_bytes=sum(unit.buffer_bytes() for unit in units),
+        scratch_bytes=_scratch_bytes(units),
+        inbound_bytes=received["inbound"],
+        outbound_bytes=received["outbound"],
+        padding=sum(unit.padding_bytes() for unit in units) / max(1, received.total()),
+        work_max=max(work),
+        work_mean=sum(work) / trainers,
+        imbalance=uneven,
+        law_bytes=(4 * numel / trainers + numel) * uneven * 4,
     )
+
+
+def _scratch_bytes(units: Sequence[UnitPlan]) -> int:
+    """What a rank keeps in addition to state and messages: buffers that its units share, and index tables of packed factors."""
+    shared: dict[ScratchKey, int] = {}
+    tables: dict[tuple[str, str, int], int] = {}
+    for unit in units:
+        for buffer, numel in unit.scratch():
+            shared[buffer] = max(numel, shared.get(buffer, 0))
+        by_kernels = {part.key for parts in unit.by_kernels for part in parts if part.kernel_factors}
+        for key in (key for key in unit.banks if unit.plan.settings[key.group].hyper.packed):
+            for d in (d for d, mode in zip(key.shape, key.modes, strict=False) if mode == "full"):
+                tables["unpack", key.device, d] = d * d
+                if key not in by_kernels:  # kernels pack without a table
+                    tables["pack", key.device, d] = d * (d + 1) // 2
+    indices = sum(numel * (4 if d * d < 1 << 31 else 8) for (_, _, d), numel in tables.items())
+    return indices + sum(numel * dtype.itemsize for (_, _, dtype), numel in shared.items())
+
+
+def scale_table(ranks: Sequence[int], teams: Sequence[RankReport]) -> str:
+    """One line for each number of ranks; memory and traffic are those of the rank with the most state."""
+    head = ("ranks", "share", "state/rank", "mean", "buffers", "scratch", "in/step", "out/step", "padding", "work/rank", "C(N)")
+    rows: list[tuple[str, ...]] = [(*head, "(4P/N + P) C(N)")]
+    for n, team in zip(ranks, teams, strict=True):
+        memory = team.state_bytes, team.state_bytes_mean, team.buffer_bytes, team.scratch_bytes
+        sizes = map(bytes_text, (*memory, team.inbound_bytes, team.outbound_bytes))
+        work = f"{team.padding:.1%}", flops_text(team.work_max), f"{team.imbalance:.3f}", bytes_text(team.law_bytes)
+        rows.append((str(n), str(team.trainers), *sizes, *work))
+    waste = ["", "Much of this is padding: let fewer ranks share the work (--group, num_trainers_per_group)."]
+    return "\n".join([*table(rows), *(waste if any(team.padding > WASTE for team in teams) else [])])
+
+
+def table(rows: Sequence[Sequence[str]], align: str = "<") -> list[str]:
+    """Rows as lines. The first column is aligned left, the others left (``"<"``) or right (``">"``)."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    formats = [f"{'<' if i == 0 else align}{width}" for i, width in enumerate(widths)]
+    return ["  ".join(map(format, row, formats)).rstrip() for row in rows]
 
 
 def _times(shape: Sequence[int]) -> str:
@@ -255,16 +325,14 @@ def _times(shape: Sequence[int]) -> str:
 
 
 def bytes_text(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
+    return _text(size, 1024, ["B", "KiB", "MiB", "GiB"], ".0f" if size < 1024 else ".1f")
 
 
 def flops_text(count: float) -> str:
-    for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TFLOP"
+    return _text(count, 1000, ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"], ".3g")
+
+
+def _text(value: float, step: int, units: list[str], digits: str) -> str:
+    while value >= step and len(units) > 1:
+        value, units = value / step, units[1:]
+    return f"{value:{digits}} {units[0]}"
