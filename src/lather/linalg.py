@@ -1,57 +1,50 @@
 """Pure functions on stacks ``[n, d1, ..., dk]``: one slot per block, modes counted from 0.
 
-On a CPU with one thread every function here gives a slot bitwise the same result whatever stack it is part of; ranks
-that hold different stacks rely on it. Torch's reductions and, but for ``pow``, elementwise functions do so by themselves. MKL, its
-BLAS and LAPACK, rounds by how far from a multiple of 64 bytes a matrix begins, and the slots of a stack begin differently unless
-they are of such a size. So whoever multiplies stacks calls :func:`product`, which fills sides up to multiples of 4, and whoever
-decomposes them :func:`factorize`, which takes those of other sides one by one.
+On a CPU with one thread, every function here gives a slot the same bits in every stack. Ranks that hold different stacks rely
+on it. Torch's reductions and its elementwise functions other than ``pow`` do so by themselves. MKL does not: how it rounds depends
+on whether a matrix begins at a multiple of 64 bytes. So multiply stacks by :func:`product`, which pads sides to multiples of 4,
+and decompose them by :func:`factorize`, which takes matrices with other sides one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
-from typing import Any, cast, overload
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 ALIGNED = 64  # bytes
-# Far below any ridge that matters, and still with a finite inverse and products of roots in float32.
-SMALLEST_RIDGE = 1e-30
-SIDE = 4  # a matrix of float32 or float64 whose sides are multiples of it is a multiple of that
+SIDE = 4  # a matrix of float32 or float64 whose sides are multiples of it takes a multiple of ALIGNED bytes
+SMALLEST_RIDGE = 1e-30  # far below any ridge that matters; its inverse and products of roots are still finite in float32
+
+X = TypeVar("X", bound="float | Tensor")
 
 
-@overload
-def per_slot(x: Tensor, like: Tensor) -> Tensor: ...
-@overload
-def per_slot(x: float | Tensor, like: Tensor) -> float | Tensor: ...
-def per_slot(x: float | Tensor, like: Tensor) -> float | Tensor:
-    """Shape a vector ``[n]`` so that it broadcasts over the slots of ``like``; numbers pass through."""
-    return x.view(-1, *[1] * (like.dim() - 1)) if isinstance(x, Tensor) else x
+def per_slot(x: X, like: Tensor) -> X:
+    """Shape a vector ``[n]`` so that it broadcasts over the slots of ``like``. Numbers pass through."""
+    return cast(X, x.view(-1, *[1] * (like.dim() - 1))) if isinstance(x, Tensor) else x
 
 
 def from_host(values: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A vector of host values beside ``like``, without making the host wait; the default device has no say in it."""
+    """A vector of host values on the device of ``like``. The host does not wait. Torch's default device is ignored."""
     return torch.tensor(values, dtype=dtype, device="cpu").to(like.device, non_blocking=True)
 
 
 def bias_correction(steps: Sequence[int], beta: float, like: Tensor, first: float | None = None) -> float | Tensor:
-    """``1 - beta^t``, or ``1 - first beta^(t-1)``: one number if all slots are at the same step, else ``[n]`` beside ``like``."""
-
-    def of_step(t: int) -> float:
-        return 1 - beta**t if first is None else 1 - first * beta ** (t - 1)
-
+    """``1 - beta^t``, or ``1 - first beta^(t-1)``: a number if all slots are at the same step ``t``, else ``[n]`` as ``like``."""
     if steps.count(steps[0]) == len(steps):
-        return of_step(steps[0])
-    return from_host([of_step(t) for t in steps], like, like.dtype)
+        steps = steps[:1]
+    found = [1 - beta**t if first is None else 1 - first * beta ** (t - 1) for t in steps]
+    return from_host(found, like, like.dtype) if len(found) > 1 else found[0]
 
 
 @cache
 def positions(slots: tuple[int, ...], device: torch.device) -> Tensor:
-    """An index on the device, for every stream. It stays, because CUDA graphs cannot copy from the host and need it for good."""
+    """An index on the device. It is kept: CUDA graphs refer to it, and cannot copy it from the host."""
     return torch.tensor(slots, device="cpu").to(device)  # waits, so that any stream may read it
 
 
@@ -70,7 +63,7 @@ def gram(x: Tensor, mode: int, scale: float = 1.0) -> Tensor:
 
 
 def _gram_of_columns(x: Tensor) -> Tensor:
-    """``G^T G`` of ``[n, k, d]`` with many more rows than columns: a sum of products, or one core would do it all."""
+    """``G^T G`` of ``[n, k, d]`` with many more rows than columns: a sum of products that many cores share."""
     n, k, d = x.shape
     parts = max((p for p in (512, 256, 128, 64, 32, 16, 8, 4, 2) if k % p == 0 and k // p >= 256), default=1)
     x = x.reshape(n * parts, k // parts, d)
@@ -93,10 +86,7 @@ def unpack(packed: Tensor, d: int) -> Tensor:
     return packed.index_select(1, _mirrored(d, packed.device)).view(-1, d, d)
 
 
-# Both are there from the second time on, as CUDA graphs need it, and stay: there are few sizes.
-
-
-@cache
+@cache  # kept on the device, as in positions
 def _lower(d: int, device: torch.device) -> Tensor:
     """Where in a matrix the elements of its packed triangle are."""
     row, column = torch.tril_indices(d, d, device="cpu").unbind()
@@ -116,31 +106,29 @@ def _index_dtype(d: int) -> torch.dtype:
 
 
 def mode_product(x: Tensor, factor: Tensor, mode: int, out: Tensor | None = None) -> Tensor:
-    """Multiply a mode by a symmetric matrix ``[n, d, d]`` or, given ``[n, d]``, by a diagonal one; into ``out`` if given."""
+    """Multiply a mode by symmetric matrices ``[n, d, d]``, or by diagonal ones ``[n, d]``. Writes to ``out`` if given."""
     if factor.dim() == 2:
-        shape = [x.shape[0]] + [1] * (x.dim() - 1)
-        shape[mode + 1] = x.shape[mode + 1]
-        return torch.mul(x, factor.view(shape), out=out)
-    if mode == x.dim() - 2 and mode > 0:  # symmetric, so the last mode multiplies from the right without a transpose
+        return torch.mul(x, factor.view(*factor.shape[:1], *[1] * mode, factor.shape[1], *[1] * (x.dim() - mode - 2)), out=out)
+    if mode == x.dim() - 2 and mode > 0:  # the matrix is symmetric, so it can be on the right, without a transpose
         rows = x.flatten(1, -2)
         return product(rows, factor, None if out is None else out.view(rows.shape)).view(x.shape)
-    moved = x.movedim(mode + 1, 1)
-    found = product(factor, unfold(x, mode)).view(moved.shape).movedim(1, mode + 1)
+    found = product(factor, unfold(x, mode)).view(x.movedim(mode + 1, 1).shape).movedim(1, mode + 1)
     return found if out is None else out.copy_(found)
 
 
 def rotate(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
-    """Multiply the last mode by a symmetric matrix ``[n, d, d]`` and bring it to the front, ``[n, ..., d]`` to
-    ``[n, d, ...]``: after as many of these as there are modes all are in their places, and nothing was copied."""
+    """Multiply the last mode by a symmetric matrix ``[n, d, d]`` and move it to the front: ``[n, ..., d]`` to ``[n, d, ...]``.
+
+    Once every mode has had its turn, all are in their places again, and nothing was copied.
+    """
     n, *others, d = x.shape
-    into = None if out is None else out.view(n, d, -1)
-    return product(factor, x.reshape(n, -1, d).mT, into).view(n, d, *others)
+    return product(factor, x.reshape(n, -1, d).mT, None if out is None else out.view(n, d, -1)).view(n, d, *others)
 
 
 def product(
     a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0
 ) -> Tensor:
-    """``alpha a b`` for ``a [n, i, k]`` and ``b [n, k, j]``; with ``add [n, i, j]``, and ``beta add``."""
+    """``alpha a b`` for ``a [n, i, k]`` and ``b [n, k, j]``, plus ``beta add`` if ``add [n, i, j]`` is given."""
     if not a.is_cpu:
         return _product(a, b, out, add, alpha, beta)
     x, y = aligned(a), aligned(b)
@@ -155,15 +143,17 @@ def _product(a: Tensor, b: Tensor, out: Tensor | None, add: Tensor | None, alpha
         return torch.baddbmm(add, a, b, beta=beta, alpha=alpha, out=out)
     if alpha == 1:
         return torch.bmm(a, b, out=out)
-    if not a.is_cuda:  # a CPU would multiply one operand by alpha, and a Gram matrix not be symmetric
+    if not a.is_cuda:  # with alpha a CPU multiplies one operand by it, and a Gram matrix is no longer symmetric
         return torch.bmm(a, b, out=out).mul_(alpha)
     to = a.new_empty(len(a), a.shape[1], b.shape[2]) if out is None else out
-    return to.baddbmm_(a, b, beta=0, alpha=alpha)  # with no pass of its own for alpha
+    return to.baddbmm_(a, b, beta=0, alpha=alpha)  # alpha takes no pass of its own
 
 
 def aligned(x: Tensor) -> Tensor:
-    """On a CPU, ``[n, i, j]`` with zeros until both sides are multiples of 4, every slot at a multiple of 64 bytes; elsewhere
-    as it is. Zeros, which may change how a product is rounded, follow from the shape alone; a copy to another place does not."""
+    """On a CPU, ``[n, i, j]`` padded with zeros to sides that are multiples of 4, so every slot begins at a multiple of 64 bytes.
+
+    Padding may change how a product is rounded, but it depends on the shape only. Other devices get ``x`` itself.
+    """
     if not x.is_cpu:
         return x
     _, rows, columns = x.shape
@@ -173,7 +163,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def matrix_power(x: Tensor, p: int, times: Callable[[Tensor, Tensor], Tensor] = product) -> Tensor:
-    """``x^p`` of ``[n, d, d]`` for ``p >= 1``, by repeated squaring; not torch's, whose products are its own."""
+    """``x^p`` of ``[n, d, d]`` for ``p >= 1``, by repeated squaring. Unlike torch's it uses our products."""
     if p == 1:
         return x
     half = matrix_power(x, p // 2, times)
@@ -182,7 +172,7 @@ def matrix_power(x: Tensor, p: int, times: Callable[[Tensor, Tensor], Tensor] = 
 
 
 def factorize(f: Callable[..., Sequence[Tensor]], *stacks: Tensor) -> Sequence[Tensor]:
-    """The tensors that a function of LAPACK's makes of stacks ``[n, i, j]``; a CPU works slot by slot in any case."""
+    """The tensors that a LAPACK function makes of stacks ``[n, i, j]``. A CPU works slot by slot in any case."""
     if not (stacks[0].is_cpu and len(stacks[0]) and any(side % SIDE for x in stacks for side in x.shape[1:])):
         return f(*stacks)
     parts = [f(*(x[i : i + 1].clone() for x in stacks)) for i in range(len(stacks[0]))]
@@ -201,20 +191,17 @@ def norms(x: Tensor) -> Tensor:
 def rescale(x: Tensor, target: Tensor) -> Tensor:
     """Give every slot of ``x`` the norm ``target [n]``; a zero slot stays zero."""
     size = norms(x)
-    scale = torch.where(size > 0, target / size, torch.zeros_like(size))
-    return x * per_slot(scale, x)
+    return x * per_slot(torch.where(size > 0, target / size, torch.zeros_like(size)), x)
 
 
 def ema_(state: Tensor, value: Tensor, weight: float | Tensor) -> Tensor:
-    """``state <- (1 - weight) state + weight value`` in place; a slot of weight 0 keeps its bits.
+    """``state <- (1 - weight) state + weight value`` in place. A slot of weight 0 keeps its bits.
 
-    The arithmetic is done in the dtype of ``value``; returns the new average in that dtype.
+    Computes in the dtype of ``value`` and returns the new average in that dtype.
     """
-    w = per_slot(weight, value)
-    if state.dtype == value.dtype:
-        return state.lerp_(value, w)
-    new = state.to(value.dtype).lerp_(value, w)
-    state.copy_(new)
+    new = state.to(value.dtype).lerp_(value, per_slot(weight, value))
+    if new is not state:  # `to` makes a copy only for another dtype
+        state.copy_(new)
     return new
 
 
@@ -234,8 +221,7 @@ def normalize(a: Tensor, floor: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
     Division by ``c`` is exact. Afterwards squares neither overflow nor vanish.
     """
     size = a.abs().amax((1, 2), keepdim=True).clamp(min=floor)
-    # Dividing by the mantissa is exact down to denormals. ldexp, a float pow, is not.
-    c = torch.where(size > 0, size / (2 * torch.frexp(size).mantissa), 1.0)
+    c = torch.where(size > 0, size / (2 * torch.frexp(size).mantissa), 1.0)  # exact down to denormals, unlike ldexp, a float pow
     return a / c, c
 
 
@@ -246,49 +232,40 @@ def relative_ridge(a: Tensor, eps: float) -> Tensor:
     spectrum decays. The floor is the ridge of a factor that is zero or nearly zero.
     """
     if a.dim() == 2:
-        ridge = eps * _fourth_norm(a.double().square())
+        ridge = eps * norms(a.double().square()).sqrt()
     else:
         with full_precision(a.device):
             x, scale = normalize(a)
-            ridge = eps * _fourth_norm(product(x, x)) * scale.flatten()  # in this order the norm itself cannot overflow
+            ridge = eps * norms(product(x, x)).sqrt() * scale.flatten()  # in this order the norm itself cannot overflow
     return ridge.clamp(min=SMALLEST_RIDGE)
 
 
-def _fourth_norm(squares: Tensor) -> Tensor:
-    """``||A^2||_F^(1/2)`` [n] from ``A^2``."""
-    norm: Tensor = torch.linalg.vector_norm(squares, dim=tuple(range(1, squares.dim())))
-    return norm.sqrt()
-
-
 def power(x: Tensor, exponent: float) -> Tensor:
-    """``x^exponent`` elementwise for [n, d], in float64. A slot gets the same bits in every stack.
-
-    ``pow`` runs different code in the vector body and in the tail of an array. Rows padded to whole vectors have no tail.
-    """
+    """``x^exponent`` elementwise for [n, d], in float64. ``pow`` rounds differently in the tail of a row: padded rows have none."""
     d = x.shape[-1]
-    rows = torch.nn.functional.pad(x.double(), (0, -d % 64), value=1.0)
-    return (rows**exponent)[:, :d]
+    return (pad(x.double(), (0, -d % 64), value=1.0) ** exponent)[:, :d]
 
 
-def column(x: float | Tensor, like: Tensor) -> Tensor:
-    """A number, or one per slot [n], as [n, 1, 1] in the dtype and on the device of ``like`` [n, d, d]."""
-    if isinstance(x, Tensor):
-        return x.to(like.dtype).view(-1, 1, 1)
-    return torch.full((like.shape[0], 1, 1), x, dtype=like.dtype, device=like.device)
+# How torch multiplies. Since 2.9 it has a precision for each backend, and its old global setting warns.
+
+PER_BACKEND = hasattr(torch.backends.cuda.matmul, "fp32_precision")
 
 
-# How torch multiplies.
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[Any]:
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
     """Compute float32 products in float32, whatever autocast, TF32 and bfloat16 settings the user has.
 
     A root spans the decades of its factor's spectrum. The ten bits of TF32 keep three of them.
     """
-    scope = ExitStack()
-    scope.enter_context(torch.autocast(device.type, enabled=False))
-    scope.enter_context(products_in("ieee", device))
-    return scope
+    with torch.autocast(device.type, enabled=False), products_in("ieee", device):
+        yield
+
+
+def are_products_exact() -> bool:
+    """Whether the user's setting computes float32 products on CUDA in float32, which is the default."""
+    if not PER_BACKEND:
+        return torch.get_float32_matmul_precision() == "highest"
+    return torch.backends.cuda.matmul.fp32_precision in ("ieee", "none")
 
 
 @contextmanager
@@ -297,34 +274,22 @@ def products_in(precision: str | None, device: torch.device) -> Iterator[None]:
 
     Settings of other devices stay as they are, because a thread may compute roots on the host while a step runs on CUDA.
     """
-    if precision is None:
+    unit: Any = None
+    if precision and device.type == "cuda":
+        unit = torch.backends.cuda.matmul
+    elif precision == "ieee" and device.type == "cpu":
+        unit = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = None if unit is None else unit.fp32_precision
+    if before in (None, precision) or (precision, before) == ("ieee", "none"):
         yield
         return
-    units: dict[str, Any] = {"cuda": torch.backends.cuda.matmul}
-    if precision == "ieee":
-        units["cpu"] = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    already = {"ieee": ("ieee", "none"), "tf32": ("tf32",)}[precision]
-    mine = [units[device.type]] if device.type in units else []
-    changed = [(u, u.fp32_precision) for u in mine if u.fp32_precision not in already]
+    unit.fp32_precision = precision
     try:
-        for unit, _ in changed:
-            unit.fp32_precision = precision
         yield
-    finally:
-        for unit, before in changed:
-            _restore(unit, before)
-
-
-def are_products_exact() -> bool:
-    """Whether the user's setting computes float32 products on CUDA in float32, which is the default."""
-    return torch.backends.cuda.matmul.fp32_precision in ("ieee", "none")
-
-
-def _restore(unit: Any, before: str) -> None:
-    # A unit that inherits its setting reads as its parent. Restore "none" there, so that it still follows the parent.
-    unit.fp32_precision = "none"
-    if unit.fp32_precision != before:
-        unit.fp32_precision = before
+    finally:  # a unit that inherits its setting reads as its parent; with "none" it follows the parent again
+        unit.fp32_precision = "none"
+        if unit.fp32_precision != before:
+            unit.fp32_precision = before
 
 
 @contextmanager
@@ -337,10 +302,5 @@ def _products_in_legacy(precision: str | None, device: torch.device) -> Iterator
         torch.set_float32_matmul_precision(before)
 
 
-def _are_products_exact_legacy() -> bool:
-    return torch.get_float32_matmul_precision() == "highest"
-
-
-# torch 2.9 added a precision per backend. From then on, the old global setting warns.
-if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-    products_in, are_products_exact = _products_in_legacy, _are_products_exact_legacy
+if not PER_BACKEND:
+    products_in = _products_in_legacy

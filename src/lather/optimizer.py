@@ -26,7 +26,8 @@ from .storage.update import first_peak
 if TYPE_CHECKING:
     from .report.plan import PlanReport
 
-KEPT = ("peak_lr", "top_lr", "train_mode")  # what param groups hold besides options
+# What param groups hold besides options: the largest learning rate, the largest of a step, and the mode of averaging.
+KEPT = ("peak_lr", "top_lr", "train_mode")
 
 
 class Shampoo(torch.optim.Optimizer):
@@ -135,7 +136,7 @@ class Shampoo(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         group.setdefault("peak_lr", first_peak(group["lr"]))
-        for name in ("top_lr", "train_mode"):  # of another optimizer
+        for name in ("top_lr", "train_mode"):  # left over, if the group comes from another optimizer
             group.pop(name, None)
         averaging.settle(group, train=all(map(averaging.is_training, self.param_groups[:-1])))
         self._rules[len(self.param_groups) - 1 :] = [rule]
@@ -145,7 +146,7 @@ class Shampoo(torch.optim.Optimizer):
         for position, param in enumerate(group["params"]):
             name = name_of(group, len(self.param_groups) - 1, position)
             check_parameter(param, name)
-            if is_stored(param):
+            if is_stored(param):  # on this rank; raises if no team can share the work on it
                 team(param, name, session.world(), my_rank(), session.trainers)
 
     @torch.no_grad()
@@ -158,16 +159,16 @@ class Shampoo(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        step = session.begin(self.param_groups, self.state)  # plan, agree, rebuild: on nearly every call nothing
-        if step is None:
+        step = session.begin(self.param_groups, self.state)  # gradients, counts, rates; a new plan, if anything changed
+        if step is None:  # nothing to do
             return loss
         units = session.run.units
         for unit in units:
-            unit.send(step)  # storage -> compute
+            unit.send(step)  # gradients to the owners of their blocks; nothing if there is one rank
         for unit in units:
-            unit.compute(step)  # batched mathematics
+            unit.compute(step)  # gradients -> directions; those that stay here move the parameters
         for unit in units:
-            unit.apply(step)  # compute -> storage
+            unit.apply(step)  # directions from the owners move the parameters; nothing if there is one rank
         session.report()
         return loss
 

@@ -69,7 +69,7 @@ class Whitened(Kronecker):
     text = "a toy with other exponents"
     reads = ROOT_OPTIONS - {"exponent", "exponent_multiplier"}
 
-    def seen_by(self, state: State, grad: Tensor, mode: int) -> tuple[Tensor, float]:
+    def factor_input(self, state: State, grad: Tensor, mode: int) -> tuple[Tensor, float]:
         return grad, 1.0
 
     def exponent(self, hyper: Hyper, order: int) -> float:
@@ -337,7 +337,7 @@ def test_a_name_belongs_to_one_method() -> None:
     @final
     class Other(Kronecker):
         name = "mean_size"
-        seen_by = Whitened.seen_by
+        factor_input = Whitened.factor_input
         exponent = Whitened.exponent
 
     with pytest.raises(ValueError, match=r"Other.*'mean_size'.*MeanSize.*another name"):

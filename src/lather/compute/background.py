@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 
+@final
 class Background:
     """Starts work that nobody waits for until :meth:`finish`. On a CPU it is done at once, with the same results.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import final
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from ..settings import Settings
 from .background import Background
 
 
+@final
 class Bank:
     """State ``role -> [n, ...]`` of ``n`` blocks.
 

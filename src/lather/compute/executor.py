@@ -1,4 +1,7 @@
-"""The conductor: the order of a step, from gradients to directions, written once."""
+"""The order of a step, from gradients to directions, written once.
+
+``TorchExecutor`` does the parts with torch, bank by bank, and shows what each part is. ``KernelExecutor`` does them with kernels.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ Seen = TypeVar("Seen")  # what an executor keeps of the gradients within a step
 
 @dataclass(frozen=True)
 class Job:
-    """One step of an executor. Lists are by slot."""
+    """One step of an executor. Lists are by slot, counted over all slices of the executor."""
 
     step: Step
     settings: Settings
     steps: Sequence[int]
     active: Sequence[bool]  # whether the slot's parameter has a gradient
     due: Sequence[int]  # slots to refresh now
-    late: Sequence[int]  # slots whose roots, refreshed a while ago, are used from now on
+    to_publish: Sequence[int]  # slots whose roots, refreshed ``refresh_delay`` steps ago, are used from now on
 
 
 class Executor(ABC, Generic[Seen]):
@@ -39,36 +42,37 @@ class Executor(ABC, Generic[Seen]):
         self.key = slices[0].key
         self.device = slices[0].bank.stack.device
         self.graft = settings.graft_of(self.key.kind)
-        self.method = next((settings.method for piece in slices if piece.key.modes), None)
-        self.params = [block.param for piece in slices for block in piece.blocks]  # of every slot
-        self.n = len(self.params)
-        self.firsts = list(accumulate((piece.n for piece in slices), initial=0))  # the first slot of every slice
-        self._block_numbers = [number for piece in slices for number in piece.numbers]
+        self.method = settings.method if any(part.key.modes for part in slices) else None
+        self.param_numbers = [block.param for part in slices for block in part.blocks]  # of every slot
+        self.n = len(self.param_numbers)
+        self.firsts = list(accumulate((part.n for part in slices), initial=0))  # the first slot of every slice
+        self._block_numbers = [number for part in slices for number in part.numbers]
         self._preconditioned = [
             slot
-            for piece, (start, stop) in zip(slices, pairwise(self.firsts), strict=True)
+            for part, (start, stop) in zip(slices, pairwise(self.firsts), strict=True)
             for slot in range(start, stop)
-            if piece.key.modes
+            if part.key.modes
         ]
 
     def job(self, step: Step) -> Job | None:
         """What there is to do in a step; None if no slot has a gradient."""
         settings = step.settings[self.key.group]
-        if step.even:
-            steps, active = [step.even] * self.n, [True] * self.n
+        if step.common_step:
+            steps, active = [step.common_step] * self.n, [True] * self.n
         else:
-            steps, active = [max(step.counts[i], 1) for i in self.params], [i in step.grads for i in self.params]
+            steps = [max(step.counts[i], 1) for i in self.param_numbers]  # a parameter without a gradient may be at step 0
+            active = [i in step.grads for i in self.param_numbers]
             if not any(active):
                 return None
         due: list[int] = []
-        late: list[int] = []
+        to_publish: list[int] = []
         if self.method and self.method.refreshes:
             offsets = step.offsets.get(self.key.group)
             by_slot = [offsets.get(number, 0) for number in self._block_numbers] if offsets else None
             due = due_slots(self._preconditioned, steps, active, settings, by_slot)
             if delay := settings.hyper.refresh_delay:
-                late = due_slots(self._preconditioned, steps, active, settings, by_slot, delay)
-        return Job(step, settings, steps, active, due, late)
+                to_publish = due_slots(self._preconditioned, steps, active, settings, by_slot, delay)
+        return Job(step, settings, steps, active, due, to_publish)
 
     @final
     def update(self, job: Job, stacks: Sequence[Tensor | None]) -> Sequence[Tensor]:
@@ -78,7 +82,7 @@ class Executor(ABC, Generic[Seen]):
         the direction of a slot that skips the step: one whose parameter has no gradient, or whose gradient, or its square, is
         not finite. It keeps its state bit for bit.
         """
-        if job.late:
+        if job.to_publish:
             self.publish(job)
         seen = self.take_in(job, stacks)
         if job.due:
@@ -100,7 +104,7 @@ class Executor(ABC, Generic[Seen]):
 
     @abstractmethod
     def follow(self, job: Job, seen: Seen) -> None:
-        """Gradients into what lives in the new basis."""
+        """Gradients into state that lives in the new basis, as SOAP's moment does."""
 
     @abstractmethod
     def give_out(self, job: Job, seen: Seen) -> Sequence[Tensor]:
@@ -108,5 +112,5 @@ class Executor(ABC, Generic[Seen]):
 
     def nothing(self) -> list[Tensor]:
         """Directions where no slot has a gradient."""
-        stacks = [(piece.n, piece.bank.stack) for piece in self.slices]
+        stacks = [(part.n, part.bank.stack) for part in self.slices]
         return [torch.full((n, *s.shape), torch.nan, dtype=s.compute, device=s.device) for n, s in stacks]

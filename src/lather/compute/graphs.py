@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -14,6 +14,7 @@ from .background import stream_of
 BRANCHES = 4  # of a graph, at most: libraries keep 32 MiB for every stream
 
 
+@final
 class Graphs:
     """CUDA graphs by key. What is launched a second time under the same key is captured. Then and later it is replayed.
 

@@ -101,14 +101,12 @@ class KernelExecutor(Executor[Seen]):
         self.moves_parameters = moves_parameters
         self._reads_gradients, self._scratch, self._graphs = reads_gradients, scratch, graphs
         self._needs = scratch_sizes(slices, settings)
-        self._members = tuple(dict.fromkeys(self.params))
-        self._starts = running_totals(piece.flat_numel for piece in slices)  # of each slice in flat buffers
+        self._members = tuple(dict.fromkeys(self.param_numbers))
+        self._starts = running_totals(part.flat_numel for part in slices)  # of each slice in flat buffers
         self._plane = half_plane(slices)
-        self._has_odd_factors = any(piece.key.modes and not piece.kernel_factors for piece in slices)
-        self._is_padded = any(
-            piece.kernel_factors and (piece.half_shape[0], piece.half_shape[2]) != piece.shape[:2] for piece in slices
-        )
-        self._buffers = Buffers(self.n, 1 + max(i for piece in slices for i in piece.tensor_indices), self.device)
+        self._has_odd_factors = any(part.key.modes and not part.kernel_factors for part in slices)
+        self._is_padded = any(part.kernel_factors and (part.half_shape[0], part.half_shape[2]) != part.shape[:2] for part in slices)
+        self._buffers = Buffers(self.n, 1 + max(i for part in slices for i in part.tensor_indices), self.device)
         self._alive = [self._buffers.alive[a:b] for a, b in pairwise(self.firsts)]
         self._bound: tuple[Stored, list[tuple[int, ...]], Sources] | None = None
         self._going: tuple[Any, tuple[bool, ...]] = None, ()  # see _who_goes
@@ -128,7 +126,7 @@ class KernelExecutor(Executor[Seen]):
     def publish(self, job: Job) -> None:
         assert self.method is not None
         self.slices[0].bank.background.finish()
-        for i, slots in self._by_slice(job.late):
+        for i, slots in self._by_slice(job.to_publish):
             self.method.publish(self.slices[i].state, slots)
             self.slices[i].bank.begun = True
 
@@ -145,13 +143,13 @@ class KernelExecutor(Executor[Seen]):
         assert isinstance(method, Kronecker)
         jobs = []
         for i, slots in due:
-            piece, ctx = self.slices[i], seen.contexts[i]
+            part, ctx = self.slices[i], seen.contexts[i]
             if seen.variant.uniform:
                 ctx = replace(ctx, bc2=self._buffers.bc2)
-            failing = [slot - piece.start for slot in piece.bank.failing if piece.start <= slot < piece.stop]
-            bank, failed = piece.bank, piece.bank.failed[piece.start : piece.stop]
+            failing = [slot - part.start for slot in part.bank.failing if part.start <= slot < part.stop]
+            bank, failed = part.bank, part.bank.failed[part.start : part.stop]
             assert bank.solver
-            jobs.append(Due(piece.state, slots, ctx, failed, failing, bank.exponent, bank.solver))
+            jobs.append(Due(part.state, slots, ctx, failed, failing, bank.exponent, bank.solver))
             bank.begun = True
         same = seen.variant.uniform and not any(job.failing for job in jobs)
         if same and is_capturable(jobs):
@@ -247,8 +245,10 @@ class KernelExecutor(Executor[Seen]):
 
     def _who_goes(self, job: Job) -> tuple[bool, ...]:
         """Which slices may be preconditioned. The device is told which slots have started, and sees which have roots."""
-        started = started_slots(job.steps[:1], job.settings) * self.n if job.step.even else started_slots(job.steps, job.settings)
-        begun = [bool(piece.key.modes) and self._begins(piece) for piece in self.slices]
+        started = (
+            started_slots(job.steps[:1], job.settings) * self.n if job.step.common_step else started_slots(job.steps, job.settings)
+        )
+        begun = [bool(part.key.modes) and self._begins(part) for part in self.slices]
         last, goes = self._going
         if (started, begun) != last:
             self._buffers.started.copy_(from_host(started, self._buffers.started))
@@ -256,8 +256,8 @@ class KernelExecutor(Executor[Seen]):
             self._going = (started, begun), goes
         return goes
 
-    def _begins(self, piece: BoundSlice) -> bool:
-        return piece.bank.begun or (self.method is not None and not self.method.waits)
+    def _begins(self, part: BoundSlice) -> bool:
+        return part.bank.begun or (self.method is not None and not self.method.waits)
 
     def _by_slice(self, slots: Sequence[int]) -> list[tuple[int, list[int]]]:
         """Slots counted over all slices, as slots of each slice that has some."""
@@ -266,8 +266,8 @@ class KernelExecutor(Executor[Seen]):
 
     def _stack(self, role: str, i: int) -> Tensor:
         """A slice's share of a flat buffer."""
-        piece, start = self.slices[i], self._starts[i]
-        return self._memory[role][start : start + piece.n * piece.numel].view(piece.n, *piece.shape)
+        part, start = self.slices[i], self._starts[i]
+        return self._memory[role][start : start + part.n * part.numel].view(part.n, *part.shape)
 
     # Launches.
 
@@ -305,9 +305,9 @@ class KernelExecutor(Executor[Seen]):
         ]  # fmt: skip
         if tables.thin:  # first, as it takes long and needs little
             works.insert(0, partial(self._launch_thin, v, tables.thin))
-        for i, piece in enumerate(self.slices):
-            if self.method and piece.key.modes and not piece.kernel_factors:
-                works.append(partial(self.method.accumulate, piece.state, self._stack("plain", i), seen.contexts[i]))
+        for i, part in enumerate(self.slices):
+            if self.method and part.key.modes and not part.kernel_factors:
+                works.append(partial(self.method.accumulate, part.state, self._stack("plain", i), seen.contexts[i]))
         side_by_side(works)
 
     def _launch_thin(self, v: Variant, thin: ThinLaunch) -> None:
@@ -324,7 +324,7 @@ class KernelExecutor(Executor[Seen]):
     def _launch_follow(self, seen: Seen) -> None:
         assert self.method is not None
         works = [
-            partial(self.method.follow, piece.state, self._stack("plain", i), seen.contexts[i]) for i, piece in self._costly_first()
+            partial(self.method.follow, part.state, self._stack("plain", i), seen.contexts[i]) for i, part in self._costly_first()
         ]
         side_by_side(works)
 
@@ -333,7 +333,7 @@ class KernelExecutor(Executor[Seen]):
         from ..kernels import step as kernels
 
         b, v, tables, flat = self._buffers, seen.variant, self._tables, self._memory["flat"]
-        side_by_side([partial(self._apply, seen, i, piece) for i, piece in self._costly_first() if goes[i]])
+        side_by_side([partial(self._apply, seen, i, part) for i, part in self._costly_first() if goes[i]])
         if any(goes):
             tables.launch(kernels.size_of_directions, {"flat": flat}, tables.tile_sums)
         kernels.choose[self.n,](
@@ -347,18 +347,18 @@ class KernelExecutor(Executor[Seen]):
         types = {"OUT": not self.moves_parameters, "PARAM": _type(v.param)}
         tables.launch(kernels.apply, {**buffers, **slots, **made, **types})
 
-    def _apply(self, seen: Seen, i: int, piece: BoundSlice) -> None:
+    def _apply(self, seen: Seen, i: int, part: BoundSlice) -> None:
         """Products with roots, by torch."""
         assert isinstance(self.method, Kronecker)
         ctx = seen.contexts[i]
-        if piece.custom_factors:
+        if part.custom_factors:
             ctx = replace(ctx, bc2=self._buffers.factor_correction(self.firsts[i], self.firsts[i + 1], seen.variant.uniform))
-        u = piece.state["m"] if seen.variant.filtered else self._stack("plain", i)
-        self.method.apply(piece.state, u, ctx, self._stack("flat", i))
+        u = part.state["m"] if seen.variant.filtered else self._stack("plain", i)
+        self.method.apply(part.state, u, ctx, self._stack("flat", i))
 
     def _costly_first(self) -> list[tuple[int, BoundSlice]]:
         """The slices that are preconditioned. What takes long comes first."""
-        return sorted(((i, piece) for i, piece in enumerate(self.slices) if piece.key.modes), key=lambda item: -item[1].flops)
+        return sorted(((i, part) for i, part in enumerate(self.slices) if part.key.modes), key=lambda item: -item[1].flops)
 
 
 def _stacked(stacks: Sequence[Tensor | None]) -> Sources:
@@ -381,6 +381,7 @@ def _something(param: Tensor, dtype: torch.dtype) -> Tensor:
     return param if param.dtype is dtype else torch.empty_like(param, dtype=dtype)
 
 
+@final
 class Buffers:
     """Memory on the device that stays where it is: numbers and addresses of a step, and a value for each slot."""
 
@@ -399,7 +400,7 @@ class Buffers:
         self._params: Sequence[Tensor] | None = None  # whose addresses are there
 
     def load(self, numbers: Numbers, sources: Sources, active: Sequence[bool]) -> None:
-        """Copy what changes from step to step to the device, in one piece. Numbers that are tensors there follow."""
+        """Copy what changes from step to step to the device, in one part. Numbers that are tensors there follow."""
         values = [0.0 if isinstance(x, Tensor) else x for x in numbers]
         rows = [list(map(Tensor.data_ptr, sources.grads))]
         if sources.params is not self._params:  # which seldom move

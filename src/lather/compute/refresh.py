@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -112,6 +112,7 @@ def cut_into_batches(due: Sequence[Due]) -> list[dict[int, Due]]:
     return batches if batches[-1] else []
 
 
+@final
 class Batch:
     """Some slots of some jobs. It has its own copy of everything it needs when it is made, so it can be done later, once.
 
@@ -146,6 +147,7 @@ class Batch:
         ]
 
 
+@final
 class _Side:
     """The factors of one mode of some slots, and what comes of them."""
 

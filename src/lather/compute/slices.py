@@ -1,11 +1,8 @@
 """Which banks go through kernels together: slices of banks, where their blocks lie, and the buffers that they need.
 
-A *slice* is a range of slots of one bank. :func:`divide_banks` decides which slices are computed together, and
-:func:`scratch_sizes` says what buffers they need. :mod:`lather.compute.tables` makes the tables that kernels read.
-
-Kernels update factors from gradients in *halves* (see :mod:`lather.kernels.schema`). They do so for blocks ``[rows, columns]``,
-and for blocks ``[rows, columns, third]`` with a *thin* third mode of at most 16 elements, such as the 3 x 3 of a convolution.
-All other factors are updated by torch.
+A *slice* is a range of slots of one bank. Kernels update factors from gradients in *halves* (see :mod:`lather.kernels.schema`),
+for blocks ``[rows, columns]`` and for blocks ``[rows, columns, third]`` with a *thin* third mode of at most 16 elements, such as
+the 3 x 3 of a convolution. All other factors are updated by torch.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ class Window:
     strides: tuple[int, ...]
 
     def in_three_dims(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Sizes and strides of the same window with exactly three dimensions."""
+        """Sizes and strides of the same window in three dimensions."""
         missing = 3 - len(self.sizes)
         return (1,) * missing + self.sizes, (0,) * missing + self.strides
 
@@ -67,23 +64,18 @@ class Window:
 def find_window(start: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> Window | None:
     """The window of a box that begins at ``start`` in a tensor with these strides, in as few dimensions as possible.
 
-    None if it needs more than three dimensions: kernels cannot read it.
+    None if it takes more than three, which kernels cannot read.
 
     >>> find_window((4, 0), (2, 8), strides=(8, 1))
     Window(offset=32, sizes=(16,), strides=(1,))
     """
-    sizes: list[int] = []
-    steps: list[int] = []
+    dims: list[tuple[int, int]] = []  # sizes and strides
     for size, stride in zip(shape, strides, strict=True):
-        if size == 1:
-            continue
-        if sizes and steps[-1] == size * stride:
-            sizes[-1], steps[-1] = sizes[-1] * size, stride
-        else:
-            sizes.append(size)
-            steps.append(stride)
+        if size != 1:
+            outer = dims.pop()[0] if dims and dims[-1][1] == size * stride else 1
+            dims.append((outer * size, stride))
     offset = sum(a * b for a, b in zip(start, strides, strict=True))
-    return Window(offset, tuple(sizes) or (1,), tuple(steps) or (1,)) if len(sizes) <= 3 else None
+    return Window(offset, *zip(*(dims or [(1, 1)]), strict=True)) if len(dims) <= 3 else None
 
 
 # Which banks go together.
@@ -91,7 +83,7 @@ def find_window(start: Sequence[int], shape: Sequence[int], strides: Sequence[in
 
 @dataclass(frozen=True)
 class BankSlice:
-    """Slots ``start`` to ``stop`` of a bank.
+    """Slots ``start`` to ``stop`` of a bank. ``shape``, ``numel`` and ``half_shape`` are of one block.
 
     ``custom_factors``: the method updates its factors by a rule of its own, which kernels do not know.
     """
@@ -114,12 +106,10 @@ class BankSlice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one block."""
         return self.key.shape
 
     @property
     def numel(self) -> int:
-        """Of one block."""
         return math.prod(self.shape)
 
     @property
@@ -145,7 +135,7 @@ class BankSlice:
 
     @property
     def half_shape(self) -> tuple[int, int, int]:
-        """Of one block in halves: ``[rows, third, columns]``, padded because products read whole tiles."""
+        """``[rows, third, columns]`` in halves, padded because products read whole tiles."""
         rows, columns = (-(-d // DEPTH) * DEPTH for d in self.shape[:2])
         return rows, self.third_size, columns
 
@@ -158,8 +148,8 @@ class BankSlice:
 def divide_banks(banks: Iterable[tuple[BankKey, int]], settings: Sequence[Settings]) -> list[list[BankSlice]]:
     """Slices that are computed together, for banks given by their keys and numbers of slots.
 
-    Banks that kernels do not cover are left out. Slices that go together have the same param group, dtype and graft, and are
-    bounded in size: a large bank is cut into several slices.
+    They have the same param group, dtype and graft, and together at most ``LARGEST`` elements: a large bank is cut into several
+    slices. Banks that kernels do not cover are left out.
     """
     done: list[list[BankSlice]] = []
     open_: dict[Any, list[BankSlice]] = {}
@@ -170,8 +160,8 @@ def divide_banks(banks: Iterable[tuple[BankKey, int]], settings: Sequence[Settin
             continue
         kind = key.group, key.device, key.dtype, key.kind == "adagrad", mine.graft_of(key.kind)
         most = max(1, LARGEST // math.prod(key.shape))
+        custom = method is not None and method.kernels != "factors"
         for start in range(0, n, most):
-            custom = method is not None and method.kernels != "factors"
             piece = BankSlice(key, start, min(start + most, n), custom_factors=custom)
             if kind in open_ and sum(other.flat_numel for other in open_[kind]) + piece.flat_numel > LARGEST:
                 done.append(open_.pop(kind))
@@ -186,28 +176,24 @@ def _fits(key: BankKey) -> bool:
 
 
 def scratch_sizes(slices: Sequence[BankSlice], settings: Settings) -> dict[str, tuple[torch.dtype, int]]:
-    """Dtype and elements of the buffers of slices that are computed together: directions (``flat``), gradients in ``halves`` and,
-    if they are needed as they are, gradients (``plain``)."""
+    """Dtype and elements of the buffers of slices that are computed together: directions (``flat``), gradients in ``halves``, and
+    gradients (``plain``) if there is no filter to remember them or if torch updates a factor."""
     flat = sum(piece.flat_numel for piece in slices)
     needs = {"flat": (torch.float32, flat), "halves": (torch.float16, 2 * half_plane(slices))}
-    return needs | ({"plain": (torch.float32, flat)} if _keeps_plain(slices, settings) else {})
-
-
-def _keeps_plain(slices: Iterable[BankSlice], settings: Settings) -> bool:
-    """Gradients are needed later if there is no filter to remember them, or if torch updates a factor."""
-    return settings.hyper.beta1 == 0 or any(piece.key.modes and not piece.kernel_factors for piece in slices)
+    if settings.hyper.beta1 == 0 or any(piece.key.modes and not piece.kernel_factors for piece in slices):
+        needs["plain"] = torch.float32, flat
+    return needs
 
 
 def half_plane(slices: Sequence[BankSlice]) -> int:
-    """Elements from a high half to its low half: room for all high halves. Tiles of products may read past the last row."""
+    """Elements from a high half to its low half: all high halves, and a margin, because tiles may read past the last row."""
     widest = max((math.prod(piece.half_shape[1:]) for piece in slices if piece.kernel_factors), default=0)
     return sum(piece.half_numel for piece in slices) + SIDE * widest
 
 
 @dataclass(frozen=True)
 class BoundSlice(BankSlice):
-    """A slice with its bank. For kernels also where its blocks lie: slot ``i`` in ``windows[i]`` of the tensor with the number
-    ``tensor_indices[i]``."""
+    """A slice with its bank. For kernels, its slot ``i`` lies in ``windows[i]`` of the tensor number ``tensor_indices[i]``."""
 
     bank: Bank
     tensor_indices: Sequence[int] = ()

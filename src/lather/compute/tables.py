@@ -55,81 +55,65 @@ class TileRange(NamedTuple):
 class Tables:
     """The tables of slices that are computed together, on their device. Made once.
 
-    ``halves`` is the buffer for gradients in halves; its address is part of the tables.
+    ``halves`` is the buffer for gradients in halves. Its address is part of the tables.
 
     - ``ranges``: all tiles, in at most one range for each alignment. See :meth:`launch`.
     - ``slots``: rows of :class:`~lather.kernels.schema.SlotTable`.
     - ``skip_counters [n]``: addresses of the counters of gradients that are not finite.
-    - ``tile_sums``, ``graft_sums``: buffers for sums over each tile; the second is kept for the norm of the graft's direction.
+    - ``tile_sums``, ``graft_sums``: buffers for sums over each tile; the second is for the norm of the graft's direction.
     - ``factors``, ``thin``: factors that kernels update.
     """
 
     def __init__(self, parts: Sequence[BoundSlice], halves: Tensor) -> None:
-        device = halves.device
+        device, begins = halves.device, _beginnings(parts, halves)
         self._one = torch.ones((), dtype=torch.float32, device=device)
-        cut = _cut(_block_rows(parts, halves), [window.alignment() for part in parts for window in part.windows])
-        tiles = cut.tiles.to(device)
-        self.ranges = [
-            TileRange(a, tiles[a:b], alignment) for (a, b), alignment in zip(pairwise(cut.bounds), ORDER, strict=True) if b > a
-        ]
+        alignments = [window.alignment() for part in parts for window in part.windows]
+        tiles, bounds, first_tile, num_tiles = _cut([row for begin in begins for row in _blocks(begin)], alignments)
+        tiles, ranges = tiles.to(device), zip(pairwise(bounds), ORDER, strict=True)
+        self.ranges = [TileRange(a, tiles[a:b], alignment) for (a, b), alignment in ranges if b > a]
         roots = torch.tensor([address for part in parts for address in _roots(part, self._one)], device="cpu")
-        slots = SlotTable(first_tile=cut.first_tile, num_tiles=cut.num_tiles, root_address=roots)
+        slots = SlotTable(first_tile=first_tile, num_tiles=num_tiles, root_address=roots)
         self.slots = torch.stack(slots).to(device)
         counters = [part.bank.skipped[i].data_ptr() for part in parts for i in range(part.start, part.stop)]
         self.skip_counters = from_host(counters, halves, torch.int64)
         self.tile_sums, self.graft_sums = torch.zeros(2, len(tiles), dtype=torch.float32, device=device).unbind()
-        self.factors = _factor_launches(parts, halves)
-        self.thin = _thin_launch(parts, halves)
+        by_kernels = [begin for begin in begins if begin.part.kernel_factors]
+        self.factors = _factor_launches(by_kernels, device)
+        self.thin = _thin_launch(by_kernels, device)
 
     def launch(self, kernel: Any, arguments: Mapping[str, Any], sums: Tensor | None = None) -> None:
         """Launch an elementwise kernel over all tiles, once for each alignment. ``sums`` has one entry per tile."""
-        side_by_side([partial(self._launch, kernel, arguments, sums, tiles) for tiles in self.ranges])
-
-    def _launch(self, kernel: Any, arguments: Mapping[str, Any], sums: Tensor | None, found: TileRange) -> None:
-        tiles, n = found.tiles, len(found.tiles)
-        more = {} if sums is None else {"partial": sums[found.first : found.first + n]}
-        kernel[n,](tiles=tiles, **more, **arguments, ALIGNED=int(found.alignment), BLOCK=BLOCK, num_warps=8)
-
-
-class _Cut(NamedTuple):
-    """Blocks that are cut into tiles."""
-
-    tiles: Tensor  # rows of Tile, sorted by alignment
-    bounds: list[int]  # of each alignment, in the order of ORDER
-    first_tile: Tensor  # [n], of every slot
-    num_tiles: Tensor  # [n]
+        works = []
+        for first, tiles, alignment in self.ranges:
+            more = {} if sums is None else {"partial": sums[first : first + len(tiles)]}
+            kinds = {"ALIGNED": int(alignment), "BLOCK": BLOCK, "num_warps": 8}
+            works.append(partial(kernel[len(tiles),], tiles=tiles, **more, **arguments, **kinds))
+        side_by_side(works)
 
 
-def _cut(blocks: Sequence[Tile], alignments: Sequence[Alignment]) -> _Cut:
-    """Cut blocks into tiles. A block is given by its first tile."""
+def _cut(blocks: Sequence[Tile], alignments: Sequence[Alignment]) -> tuple[Tensor, list[int], Tensor, Tensor]:
+    """Cut blocks into tiles. A block is given by its first tile.
+
+    Returns the tiles sorted by alignment, where each alignment begins and ends, and every slot's first tile and number of tiles.
+    """
     order = sorted(range(len(blocks)), key=lambda slot: ORDER.index(alignments[slot]))  # stable
-    table = _table([blocks[slot] for slot in order])
-    counts = -(-_column(table, Tile, "numel") // BLOCK)
+    table = torch.tensor([blocks[slot] for slot in order], dtype=torch.int64, device="cpu")
+    counts = -(-table[:, position(Tile, "numel")] // BLOCK)
     firsts = counts.cumsum(0) - counts
     tiles = table.repeat_interleave(counts, 0)
     number_in_block = torch.arange(len(tiles), device="cpu") - firsts.repeat_interleave(counts)
-    _column(tiles, Tile, "start").copy_(BLOCK * number_in_block)
+    tiles[:, position(Tile, "start")] = BLOCK * number_in_block
     ends = running_totals(alignments.count(alignment) for alignment in ORDER)
-    bounds = [int(counts[:end].sum()) for end in ends]
     row_of_slot = torch.tensor(order, device="cpu").argsort()
-    return _Cut(tiles, bounds, firsts[row_of_slot], counts[row_of_slot])
-
-
-def _column(table: Tensor, kind: type[NamedTuple], name: str) -> Tensor:
-    return table[:, position(kind, name)]
-
-
-def _table(rows: Sequence[tuple[int, ...]]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int64, device="cpu")
+    return tiles, [int(counts[:end].sum()) for end in ends], firsts[row_of_slot], counts[row_of_slot]
 
 
 def _roots(part: BoundSlice, one: Tensor) -> list[int]:
-    """The address of each slot's first root; 0 for blocks without factors. A method with factors but no roots
-    does not wait for any: ``one`` stands for a root that has been computed."""
-    root = part.state.get("X0")
-    if root is None:
-        return [one.data_ptr() if part.key.modes else 0] * part.n
-    return [x.data_ptr() for x in root.unbind()]
+    """The address of each slot's first root; 0 for blocks without factors. A method with factors but no roots does not wait for
+    any: ``one`` stands for a root that has been computed."""
+    if "X0" in part.state:
+        return [root.data_ptr() for root in part.state["X0"].unbind()]
+    return [one.data_ptr() if part.key.modes else 0] * part.n
 
 
 class _Beginning(NamedTuple):
@@ -145,100 +129,81 @@ class _Beginning(NamedTuple):
         return self.half_address + HALF * i * math.prod(self.part.half_shape)
 
 
-def _beginnings(parts: Sequence[BoundSlice], halves: Tensor) -> Iterator[_Beginning]:
+def _beginnings(parts: Sequence[BoundSlice], halves: Tensor) -> list[_Beginning]:
     slots = running_totals(part.n for part in parts)
     flats = running_totals(part.flat_numel for part in parts)
-    half_offsets = running_totals(part.half_numel for part in parts)
-    for part, slot, flat, offset in zip(parts, slots, flats, half_offsets, strict=False):
-        yield _Beginning(part, slot, flat, halves.data_ptr() + HALF * offset)
+    addresses = [halves.data_ptr() + HALF * offset for offset in running_totals(part.half_numel for part in parts)]
+    return list(map(_Beginning, parts, slots, flats, addresses))
 
 
-def _block_rows(parts: Sequence[BoundSlice], halves: Tensor) -> list[Tile]:
-    """For every slot, its first tile."""
-    rows = []
-    for begin in _beginnings(parts, halves):
-        part = begin.part
-        filter_, moment = (part.state[role].data_ptr() if role in part.state else 0 for role in ("m", "v"))
-        columns, padded, third = (part.shape[1], part.half_shape[2], part.third_size) if part.kernel_factors else (1, 1, 1)
-        for i, (tensor, window) in enumerate(zip(part.tensor_indices, part.windows, strict=True)):
-            (_, middle_size, inner_size), (outer_stride, middle_stride, inner_stride) = window.in_three_dims()
-            rows.append(
-                Tile(
-                    slot=begin.first_slot + i,
-                    tensor=tensor,
-                    start=0,
-                    numel=part.numel,
-                    window_offset=window.offset,
-                    middle_size=middle_size,
-                    inner_size=inner_size,
-                    outer_stride=outer_stride,
-                    middle_stride=middle_stride,
-                    inner_stride=inner_stride,
-                    flat_offset=begin.flat_offset + i * part.numel,
-                    filter_address=filter_ and filter_ + FLOAT * i * part.numel,
-                    moment_address=moment and moment + FLOAT * i * part.numel,
-                    half_address=begin.halves_of(i) if part.kernel_factors else 0,
-                    columns=columns,
-                    padded_columns=padded,
-                    third_size=third,
+def _blocks(begin: _Beginning) -> Iterator[Tile]:
+    """The first tile of every slot."""
+    part = begin.part
+    filter_, moment = (part.state[role].data_ptr() if role in part.state else 0 for role in ("m", "v"))
+    columns, padded, third = (part.shape[1], part.half_shape[2], part.third_size) if part.kernel_factors else (1, 1, 1)
+    for i, (tensor, window) in enumerate(zip(part.tensor_indices, part.windows, strict=True)):
+        (_, middle_size, inner_size), (outer_stride, middle_stride, inner_stride) = window.in_three_dims()
+        yield Tile(
+            slot=begin.first_slot + i,
+            tensor=tensor,
+            start=0,
+            numel=part.numel,
+            window_offset=window.offset,
+            middle_size=middle_size,
+            inner_size=inner_size,
+            outer_stride=outer_stride,
+            middle_stride=middle_stride,
+            inner_stride=inner_stride,
+            flat_offset=begin.flat_offset + i * part.numel,
+            filter_address=filter_ and filter_ + FLOAT * i * part.numel,
+            moment_address=moment and moment + FLOAT * i * part.numel,
+            half_address=begin.halves_of(i) if part.kernel_factors else 0,
+            columns=columns,
+            padded_columns=padded,
+            third_size=third,
+        )
+
+
+def _factor_launches(begins: Sequence[_Beginning], device: torch.device) -> list[FactorLaunch]:
+    """Factors of rows and of columns. Launches overlap, and short ones fit in before long ones, not after."""
+    found: dict[tuple[bool, bool], list[FactorJob]]
+    found = {(by_rows, aligned): [] for by_rows in (True, False) for aligned in (True, False)}
+    for begin in begins:
+        rows, third, columns = begin.part.half_shape
+        for mode, (stride, depth) in enumerate([(third * columns, third * columns), (columns, rows * third)]):
+            side = begin.part.shape[mode]
+            tiles = [(i, j) for i in range(-(-side // SIDE)) for j in range(i + 1)]
+            found[mode == 0, side % 16 == 0] += [
+                FactorJob(
+                    slot=begin.first_slot + slot,
+                    half_address=begin.halves_of(slot),
+                    row_stride=stride,
+                    depth=depth,
+                    factor_address=factor.data_ptr(),
+                    side=side,
+                    tile_row=i,
+                    tile_column=j,
                 )
-            )
-    return rows
+                for slot, factor in enumerate(begin.part.state[f"L{mode}"].unbind())
+                for i, j in tiles
+            ]
+    launches = sorted(found.items(), key=lambda launch: len(launch[1]))
+    return [FactorLaunch(torch.tensor(jobs, device=device), *kind) for kind, jobs in launches if jobs]
 
 
-def _factor_launches(parts: Sequence[BoundSlice], halves: Tensor) -> list[FactorLaunch]:
-    kinds = [(by_rows, aligned) for by_rows in (True, False) for aligned in (True, False)]
-    found = [(_factor_jobs(parts, halves, *kind), kind) for kind in kinds]
-    found.sort(key=lambda launch: len(launch[0]))  # they overlap, and short ones fit in before long ones, not after
-    return [FactorLaunch(_table(jobs).to(halves.device), *kind) for jobs, kind in found if jobs]
-
-
-def _factor_jobs(parts: Sequence[BoundSlice], halves: Tensor, by_rows: bool, aligned: bool) -> list[FactorJob]:
-    """Tiles of the factors of rows or columns, for sides that are aligned or not."""
-    jobs: list[FactorJob] = []
-    mode = 0 if by_rows else 1
-    for begin in _beginnings(parts, halves):
-        part = begin.part
-        if not part.kernel_factors or (part.shape[mode] % 16 == 0) != aligned:
-            continue
-        rows, third, columns = part.half_shape
-        num_tiles = -(-part.shape[mode] // SIDE)
-        for slot, factor in enumerate(part.state[f"L{mode}"].unbind()):
-            first = FactorJob(
-                slot=begin.first_slot + slot,
-                half_address=begin.halves_of(slot),
-                row_stride=third * columns if by_rows else columns,
-                depth=third * columns if by_rows else rows * third,
-                factor_address=factor.data_ptr(),
-                side=part.shape[mode],
-                tile_row=0,
-                tile_column=0,
-            )
-            jobs += [first._replace(tile_row=i, tile_column=j) for i in range(num_tiles) for j in range(i + 1)]
-    return jobs
-
-
-def _thin_launch(parts: Sequence[BoundSlice], halves: Tensor) -> ThinLaunch | None:
+def _thin_launch(begins: Sequence[_Beginning], device: torch.device) -> ThinLaunch | None:
     """Factors of third modes, and the chunks of gradients that they are summed from."""
     chunks: list[ThinChunk] = []
     factors: list[ThinFactor] = []
-    for begin in _beginnings(parts, halves):
-        part = begin.part
-        if not part.kernel_factors or len(part.shape) != 3:
-            continue
-        rows, third, columns = part.half_shape
+    for begin in begins:
+        rows, third, columns = begin.part.half_shape
         most = max(1, CHUNK // columns)
-        for slot, factor in enumerate(part.state["L2"].unbind()):
+        for slot, factor in enumerate(begin.part.state["L2"].unbind() if len(begin.part.shape) == 3 else ()):
             first = len(chunks)
             for row in range(0, rows, most):
-                chunks.append(
-                    ThinChunk(
-                        half_address=begin.halves_of(slot) + HALF * row * third * columns,
-                        num_rows=min(most, rows - row),
-                        third_size=third,
-                        padded_columns=columns,
-                    )
-                )
+                address = begin.halves_of(slot) + HALF * row * third * columns
+                num_rows = min(most, rows - row)
+                chunks.append(ThinChunk(half_address=address, num_rows=num_rows, third_size=third, padded_columns=columns))
             factors.append(
                 ThinFactor(
                     slot=begin.first_slot + slot,
@@ -250,8 +215,8 @@ def _thin_launch(parts: Sequence[BoundSlice], halves: Tensor) -> ThinLaunch | No
             )
     if not factors:
         return None
-    sums = torch.zeros(len(chunks), THIN_SIDE, THIN_SIDE, dtype=torch.float32, device=halves.device)
-    return ThinLaunch(_table(chunks).to(halves.device), _table(factors).to(halves.device), sums)
+    sums = torch.zeros(len(chunks), THIN_SIDE, THIN_SIDE, dtype=torch.float32, device=device)
+    return ThinLaunch(torch.tensor(chunks, device=device), torch.tensor(factors, device=device), sums)
 
 
 def running_totals(sizes: Iterable[int]) -> list[int]:

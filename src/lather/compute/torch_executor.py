@@ -30,14 +30,14 @@ class Seen(NamedTuple):
 class TorchExecutor(Executor[Seen]):
     """Works on one whole bank."""
 
-    def __init__(self, piece: BoundSlice, settings: Settings) -> None:
-        super().__init__([piece], settings)
-        self._bank = piece.bank
+    def __init__(self, part: BoundSlice, settings: Settings) -> None:
+        super().__init__([part], settings)
+        self._bank = part.bank
 
     def publish(self, job: Job) -> None:
         assert self.method is not None
         self._bank.background.finish()
-        self.method.publish(self._bank.state, job.late)
+        self.method.publish(self._bank.state, job.to_publish)
         self._bank.begun = True
 
     def take_in(self, job: Job, stacks: Sequence[Tensor | None]) -> Seen:

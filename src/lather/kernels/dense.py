@@ -10,14 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LOW, column, low_half
 from .schema import CombineTerms
+from .tiles import LOW, columns, low_half
 
-FIRST_X = column(CombineTerms, "first_x")
-FIRST_IDENTITY = column(CombineTerms, "first_identity")
-SECOND_X = column(CombineTerms, "second_x")
-SECOND_Y = column(CombineTerms, "second_y")
-SECOND_IDENTITY = column(CombineTerms, "second_identity")
+FIRST_X, FIRST_IDENTITY = columns(CombineTerms, "first_x", "first_identity")
+SECOND_X, SECOND_Y, SECOND_IDENTITY = columns(CombineTerms, "second_x", "second_y", "second_identity")
 
 
 @triton.jit

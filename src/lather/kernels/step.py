@@ -11,65 +11,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LOW, column, low_half, width
-from .schema import Corrections, FactorJob, Numbers, SlotTable, ThinChunk, ThinFactor
-from .tiles import (
-    FILTER_ADDRESS,
-    FLAT_OFFSET,
-    HALF_ADDRESS,
-    MOMENT_ADDRESS,
-    SLOT,
-    TILE_WIDTH,
-    at_offset,
-    elements,
-    half_layout,
-    in_state,
-    in_tensor,
-)
+from .schema import Corrections, FactorJob, Numbers, SlotTable, ThinChunk, ThinFactor, Tile
+from .tiles import LOW, at_offset, columns, elements, in_state, in_tensor, low_half, width
 
-GRADIENT_SIGN = column(Numbers, "gradient_sign")
-COUPLED_DECAY = column(Numbers, "coupled_decay")
-FILTER_TAKE = column(Numbers, "filter_take")
-MOMENT_KEEP = column(Numbers, "moment_keep")
-MOMENT_TAKE = column(Numbers, "moment_take")
-FILTER_CORRECTION = column(Numbers, "filter_correction")
-MOMENT_CORRECTION = column(Numbers, "moment_correction")
-GRAFT_EPS = column(Numbers, "graft_eps")
-FACTOR_KEEP = column(Numbers, "factor_keep")
-FACTOR_TAKE = column(Numbers, "factor_take")
-LR = column(Numbers, "lr")
-DECAY = column(Numbers, "decay")
-MOMENTUM_KEEP = column(Numbers, "momentum_keep")
-MOMENTUM_TAKE = column(Numbers, "momentum_take")
+GRADIENT_SIGN, COUPLED_DECAY, FILTER_TAKE = columns(Numbers, "gradient_sign", "coupled_decay", "filter_take")
+MOMENT_KEEP, MOMENT_TAKE, GRAFT_EPS = columns(Numbers, "moment_keep", "moment_take", "graft_eps")
+FILTER_CORRECTION, MOMENT_CORRECTION = columns(Numbers, "filter_correction", "moment_correction")
+FACTOR_KEEP, FACTOR_TAKE, LR, DECAY = columns(Numbers, "factor_keep", "factor_take", "lr", "decay")
+MOMENTUM_KEEP, MOMENTUM_TAKE = columns(Numbers, "momentum_keep", "momentum_take")
 
-FIRST_TILE = column(SlotTable, "first_tile")
-NUM_TILES = column(SlotTable, "num_tiles")
-ROOT_ADDRESS = column(SlotTable, "root_address")
-FILTER_CORRECTIONS = column(Corrections, "filter")
-MOMENT_CORRECTIONS = column(Corrections, "moment")
+FILTER_CORRECTIONS, MOMENT_CORRECTIONS = columns(Corrections, "filter", "moment")
+FIRST_TILE, NUM_TILES, ROOT_ADDRESS = columns(SlotTable, "first_tile", "num_tiles", "root_address")
 
-JOB_WIDTH = width(FactorJob)
-JOB_SLOT = column(FactorJob, "slot")
-JOB_HALF_ADDRESS = column(FactorJob, "half_address")
-JOB_ROW_STRIDE = column(FactorJob, "row_stride")
-JOB_DEPTH = column(FactorJob, "depth")
-JOB_FACTOR_ADDRESS = column(FactorJob, "factor_address")
-JOB_SIDE = column(FactorJob, "side")
-JOB_TILE_ROW = column(FactorJob, "tile_row")
-JOB_TILE_COLUMN = column(FactorJob, "tile_column")
-
-CHUNK_WIDTH = width(ThinChunk)
-CHUNK_HALF_ADDRESS = column(ThinChunk, "half_address")
-CHUNK_NUM_ROWS = column(ThinChunk, "num_rows")
-CHUNK_THIRD_SIZE = column(ThinChunk, "third_size")
-CHUNK_PADDED_COLUMNS = column(ThinChunk, "padded_columns")
-
-THIN_WIDTH = width(ThinFactor)
-THIN_SLOT = column(ThinFactor, "slot")
-THIN_FIRST_CHUNK = column(ThinFactor, "first_chunk")
-THIN_NUM_CHUNKS = column(ThinFactor, "num_chunks")
-THIN_FACTOR_ADDRESS = column(ThinFactor, "factor_address")
-THIN_SIDE = column(ThinFactor, "side")
+TILE_WIDTH, JOB_WIDTH, CHUNK_WIDTH, THIN_WIDTH = width(Tile), width(FactorJob), width(ThinChunk), width(ThinFactor)
+SLOT, FLAT_OFFSET, HALF_ADDRESS = columns(Tile, "slot", "flat_offset", "half_address")
+COLUMNS, PADDED_COLUMNS, THIRD_SIZE = columns(Tile, "columns", "padded_columns", "third_size")
+FILTER_ADDRESS, MOMENT_ADDRESS = columns(Tile, "filter_address", "moment_address")
+JOB_SLOT, JOB_HALF_ADDRESS, JOB_ROW_STRIDE, JOB_DEPTH = columns(FactorJob, "slot", "half_address", "row_stride", "depth")
+JOB_FACTOR_ADDRESS, JOB_SIDE = columns(FactorJob, "factor_address", "side")
+JOB_TILE_ROW, JOB_TILE_COLUMN = columns(FactorJob, "tile_row", "tile_column")
+CHUNK_HALF_ADDRESS, CHUNK_NUM_ROWS = columns(ThinChunk, "half_address", "num_rows")
+CHUNK_THIRD_SIZE, CHUNK_PADDED_COLUMNS = columns(ThinChunk, "third_size", "padded_columns")
+THIN_SLOT, THIN_FIRST_CHUNK, THIN_NUM_CHUNKS = columns(ThinFactor, "slot", "first_chunk", "num_chunks")
+THIN_FACTOR_ADDRESS, THIN_SIDE = columns(ThinFactor, "factor_address", "side")
 
 
 @triton.jit
@@ -115,8 +79,8 @@ def _total(partial, slots, slot, n, BLOCK: tl.constexpr):
 def look_at_gradients(slots, partial, active, counts, alive, scale, n, BLOCK: tl.constexpr):
     """``alive[slot]`` is 1 if the slot has a gradient, and both the gradient and its square are finite.
 
-    ``scale[slot]`` is the power of two that brings the gradient's norm into [2^14, 2^15), so that halves do not overflow and
-    hardly any vanish. ``counts`` are addresses of counters of gradients that are not finite.
+    ``scale[slot]`` is the power of two that brings the gradient's norm into [2^14, 2^15): halves do not overflow, and few
+    vanish. ``counts`` are addresses of counters of gradients that are not finite.
     """
     slot = tl.program_id(0)
     total = _total(partial, slots, slot, n, BLOCK)
@@ -132,7 +96,7 @@ def look_at_gradients(slots, partial, active, counts, alive, scale, n, BLOCK: tl
 
 @triton.jit
 def _corrections(numbers, corrections, slot, n, UNIFORM: tl.constexpr):
-    """The bias corrections of the filter and of the graft's second moment. ``UNIFORM``: all slots have the same."""
+    """The bias corrections of the filter and the graft's second moment. ``UNIFORM``: they are the same for all slots."""
     if UNIFORM:
         return _number(numbers, FILTER_CORRECTION), _number(numbers, MOMENT_CORRECTION)
     at_filter, at_moment = corrections + FILTER_CORRECTIONS * n, corrections + MOMENT_CORRECTIONS * n
@@ -167,24 +131,24 @@ def average(
     g = tl.where(on, g, 0.0)
     if FLAT_G:
         tl.store(at_offset(flat, tl.load(row + FLAT_OFFSET) + index, ALIGNED), g, inside)
-    if HALVES > 0:
-        half = tl.load(row + HALF_ADDRESS).to(tl.pointer_type(tl.float16))
-        if tl.load(row + HALF_ADDRESS) != 0:
-            columns, padded, third = half_layout(row)
-            x = g * tl.load(scale + slot)
-            high = x.to(tl.float16)
-            low = low_half(x, high)
-            if ALIGNED and (columns == padded) & (third == 1):
-                at = at_offset(half, index, ALIGNED)
-                tl.store(at, high, inside)
-                if HALVES == 2:
-                    tl.store(at + plane, low, inside)
-            else:
-                across = index // third
-                at = half + ((across // columns * third + index % third) * padded + across % columns)
-                tl.store(at, high, inside)
-                if HALVES == 2:
-                    tl.store(at + plane, low, inside)
+    half = tl.load(row + HALF_ADDRESS).to(tl.pointer_type(tl.float16))
+    if tl.load(row + HALF_ADDRESS) != 0:
+        used, padded = tl.load(row + COLUMNS).to(tl.int32), tl.load(row + PADDED_COLUMNS).to(tl.int32)
+        third = tl.load(row + THIRD_SIZE).to(tl.int32)
+        x = g * tl.load(scale + slot)
+        high = x.to(tl.float16)
+        low = low_half(x, high)
+        if ALIGNED and (used == padded) & (third == 1):
+            at = at_offset(half, index, ALIGNED)
+            tl.store(at, high, inside)
+            if HALVES == 2:
+                tl.store(at + plane, low, inside)
+        else:
+            across = index // third
+            at = half + ((across // used * third + index % third) * padded + across % used)
+            tl.store(at, high, inside)
+            if HALVES == 2:
+                tl.store(at + plane, low, inside)
     first, second = _corrections(numbers, corrections, slot, n, UNIFORM)
     u = g
     if FILTER:
@@ -218,18 +182,14 @@ def choose(
     slots, own, partial, alive, started, gain, corrections, n, numbers,
     GRAFT: tl.constexpr, UNIFORM: tl.constexpr, ROOT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``gain[slot]``: the factor that the preconditioned direction is multiplied by.
-
-    A negative gain means: use the graft's direction. NaN means: the slot sits this step out. The first element of a root is
-    positive once the root has been computed.
-    """
+    """``gain[slot]`` multiplies the preconditioned direction. Negative: use the graft's direction. NaN: the slot skips the step."""
     slot = tl.program_id(0)
     target = tl.sqrt(_total(own, slots, slot, n, BLOCK))
     size = tl.sqrt(_total(partial, slots, slot, n, BLOCK))
     first, _ = _corrections(numbers, corrections, slot, n, UNIFORM)
     value = tl.where(size > 0, target / size, 0.0) if GRAFT else 1.0 / first
     root = tl.load(slots + ROOT_ADDRESS * n + slot)
-    first_element = tl.load(root.to(tl.pointer_type(ROOT)), root != 0, 0.0)
+    first_element = tl.load(root.to(tl.pointer_type(ROOT)), root != 0, 0.0)  # positive once the root has been computed
     value = tl.where((tl.load(started + slot) != 0) & (first_element > 0), value, -1.0)
     tl.store(gain + slot, tl.where(tl.load(alive + slot) != 0, value, float("nan")))
 

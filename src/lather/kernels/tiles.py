@@ -1,7 +1,6 @@
-"""How elementwise kernels find the elements of a tile, from its row in the table. Importing this needs Triton.
+"""What kernels share: columns as constants, numbers in halves, and where the elements of a tile are. Importing this needs Triton.
 
-Functions take ``row``, a pointer to a row of :class:`~lather.kernels.schema.Tile`, and ``ALIGNED``, one of
-:class:`~lather.kernels.schema.Alignment`.
+``row`` points to a row of :class:`~lather.kernels.schema.Tile`. ``ALIGNED`` is one of :class:`~lather.kernels.schema.Alignment`.
 """
 
 # mypy: ignore-errors
@@ -10,29 +9,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import column, width
-from .schema import Alignment, Tile
+from .schema import Alignment, Tile, position
+
+LOW = tl.constexpr(2048.0)  # a number is a half plus 1/LOW of another half: 2 x 11 bits
+
+
+def columns(table, *names):
+    """The positions of fields in their table, for use in kernels."""
+    return [tl.constexpr(position(table, name)) for name in names]
+
+
+def width(table):
+    """The number of columns of a table, for use in kernels."""
+    return tl.constexpr(len(table._fields))
+
 
 CONTIGUOUS, ROWS = tl.constexpr(int(Alignment.CONTIGUOUS)), tl.constexpr(int(Alignment.ROWS))
+TENSOR, WINDOW_OFFSET, START, NUMEL = columns(Tile, "tensor", "window_offset", "start", "numel")
+MIDDLE_SIZE, INNER_SIZE = columns(Tile, "middle_size", "inner_size")
+OUTER_STRIDE, MIDDLE_STRIDE, INNER_STRIDE = columns(Tile, "outer_stride", "middle_stride", "inner_stride")
 
-TILE_WIDTH = width(Tile)
-SLOT = column(Tile, "slot")
-TENSOR = column(Tile, "tensor")
-START = column(Tile, "start")
-NUMEL = column(Tile, "numel")
-WINDOW_OFFSET = column(Tile, "window_offset")
-MIDDLE_SIZE = column(Tile, "middle_size")
-INNER_SIZE = column(Tile, "inner_size")
-OUTER_STRIDE = column(Tile, "outer_stride")
-MIDDLE_STRIDE = column(Tile, "middle_stride")
-INNER_STRIDE = column(Tile, "inner_stride")
-FLAT_OFFSET = column(Tile, "flat_offset")
-FILTER_ADDRESS = column(Tile, "filter_address")
-MOMENT_ADDRESS = column(Tile, "moment_address")
-HALF_ADDRESS = column(Tile, "half_address")
-COLUMNS = column(Tile, "columns")
-PADDED_COLUMNS = column(Tile, "padded_columns")
-THIRD_SIZE = column(Tile, "third_size")
+
+@triton.jit
+def low_half(value, high):
+    """LOW times the difference between a number and its high half ``value.to(tl.float16)``."""
+    return ((value - high.to(tl.float32)) * LOW).to(tl.float16)
 
 
 @triton.jit
@@ -75,10 +76,3 @@ def in_tensor(addresses, row, index, ALIGNED: tl.constexpr, DTYPE: tl.constexpr)
     if ALIGNED == ROWS:
         return tl.max_contiguous(tl.multiple_of(start + (offset + inner), 16), 8)
     return start + offset + inner * tl.load(row + INNER_STRIDE)
-
-
-@triton.jit
-def half_layout(row):
-    """Columns of a block in halves, without and with padding, and the size of its third mode."""
-    columns, padded = tl.load(row + COLUMNS).to(tl.int32), tl.load(row + PADDED_COLUMNS).to(tl.int32)
-    return columns, padded, tl.load(row + THIRD_SIZE).to(tl.int32)

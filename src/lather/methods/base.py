@@ -102,7 +102,7 @@ class Method(Transform):
     default_eps: ClassVar[float] = 1e-12
     reads: ClassVar[frozenset[str]] = frozenset()  # options that mean something to some methods only, this one among them
     elementwise: ClassVar[str | None] = None  # the graft of parameters without factors, where the user set none
-    refreshes: ClassVar[bool] = False  # whether a part of it is recomputed only now and then
+    refreshes: ClassVar[bool] = False  # whether a part of it is recomputed only now and then: those made of Kronecker factors
     waits: ClassVar[bool] = False  # whether it can be applied only after its first refresh
     follows: ClassVar[bool] = False  # whether it takes the gradient in again after a refresh
     kernels: ClassVar[str] = "none"  # what kernels do of it: "none"; "graft", all but its own mathematics; "factors" too

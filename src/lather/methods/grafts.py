@@ -20,9 +20,9 @@ class Graft(Transform):
     def rates(self, hyper: Hyper) -> tuple[float, float] | None:
         """``(a, b)`` of ``V <- a V + b g^2``; None if there is no ``V``."""
 
+    @abstractmethod
     def correction(self, ctx: Context) -> float | Tensor:
         """What ``V`` is divided by."""
-        return 1.0
 
 
 @final
@@ -31,6 +31,9 @@ class Sgd(Graft):
 
     def rates(self, hyper: Hyper) -> None:
         return None
+
+    def correction(self, ctx: Context) -> float:
+        return 1.0
 
     def init(self, stack: Stack, hyper: Hyper) -> State:
         return {}
@@ -64,6 +67,9 @@ class Adagrad(_SecondMoment):
     def rates(self, hyper: Hyper) -> tuple[float, float]:
         return 1.0, 1.0
 
+    def correction(self, ctx: Context) -> float:
+        return 1.0
+
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
         state["v"].add_(grad.square())
 
@@ -83,6 +89,9 @@ class _Average(_SecondMoment):
 @final
 class RmsProp(_Average):
     """The average as it is."""
+
+    def correction(self, ctx: Context) -> float:
+        return 1.0
 
 
 @final

@@ -38,7 +38,7 @@ class KL(Kronecker):
     def exponent(self, hyper: Hyper, order: int) -> float:
         return 0.5
 
-    def seen_by(self, state: State, grad: Tensor, mode: int) -> tuple[Tensor, float]:
+    def factor_input(self, state: State, grad: Tensor, mode: int) -> tuple[Tensor, float]:
         others = [i for i in range(grad.dim() - 1) if i != mode]
         seen = grad
         for i in others:

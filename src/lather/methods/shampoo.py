@@ -27,24 +27,14 @@ from ..linalg import (
 from .base import FULL, Context, Hyper, Method, Stack, State
 
 Index = slice | Tensor  # some slots of a stack
-ROOT_OPTIONS = frozenset(
-    {
-        "root",
-        "exponent",
-        "exponent_multiplier",
-        "damping",
-        "refresh_warmup",
-        "refresh",
-        "refresh_delay",
-        "root_device",
-        "root_dtype",
-        "factors",
-    }
-)
+ROOT_OPTIONS = frozenset({"root", "exponent", "exponent_multiplier", "damping", "root_device", "root_dtype", "factors"})
+ROOT_OPTIONS |= {"refresh", "refresh_warmup", "refresh_delay"}
 
 
 class Kronecker(Method):
     """``L_i <- beta2 L_i + (1 - beta2) G_i G_i^T``, ``X_i = (L_i / bc2 + eps I)^(-e)``, ``P = u x_1 X_1 ... x_k X_k``.
+
+    ``u`` is the filtered gradient, ``bc2`` the bias correction ``1 - beta2^t``.
 
     With ``damping="relative"``, ``eps`` is multiplied by ``||(L_i / bc2)^2||_F^(1/2)``. A ``"diagonal"`` mode keeps the diagonal
     of its factor only.
@@ -55,6 +45,7 @@ class Kronecker(Method):
     Y1, ...`` until they are put to use.
     """
 
+    # Facts; base.Method says what each means.
     roles = {"L": "factors", "X": "roots", "Y": "roots to come", "Q": "basis"}  # noqa: RUF012
     sums = "L"
     reads = ROOT_OPTIONS
@@ -62,7 +53,7 @@ class Kronecker(Method):
     waits = True
 
     @abstractmethod
-    def seen_by(self, state: State, grad: Tensor, mode: int) -> tuple[Tensor, float]:
+    def factor_input(self, state: State, grad: Tensor, mode: int) -> tuple[Tensor, float]:
         """The gradient whose products a mode's factor takes in, and what the products are multiplied by."""
 
     @abstractmethod
@@ -77,7 +68,7 @@ class Kronecker(Method):
         """What refreshes the factors of blocks of this order, for parameters on this device."""
         return roots.resolve(hyper.root, hyper.root_device or device, self.exponent(hyper, order))
 
-    # Every step.
+    # State, and every step.
 
     def init(self, stack: Stack, hyper: Hyper) -> State:
         state: State = {}
@@ -96,16 +87,16 @@ class Kronecker(Method):
         beta2 = ctx.hyper.beta2
         for i in range(grad.dim() - 1):
             factor = state.get(f"L{i}")
-            if factor is None:
+            if factor is None:  # SOAP has none for diagonal modes
                 continue
-            seen, scale = self.seen_by(state, grad, i)
+            x, scale = self.factor_input(state, grad, i)
             if refreshed(state, i).dim() == 3:
-                new = gram(seen, i, scale)
+                new = gram(x, i, scale)
                 new = pack(new) if factor.dim() == 2 else new
             else:
-                new = gram_diagonal(seen, i, scale)
+                new = gram_diagonal(x, i, scale)
             if beta2 == 1:
-                factor.add_(new)
+                factor.add_(new)  # slots that are not alive have a zero gradient
             else:
                 ema_(factor, new, ctx.alive * (1 - beta2))
 
@@ -120,7 +111,7 @@ class Kronecker(Method):
             return u if out is None else out.copy_(u)
         found = [state[f"X{i}"].to(u.dtype) for i in range(order)]
         if order > 2 and all(root.dim() == 3 for root in found):
-            for i in reversed(range(order)):
+            for i in reversed(range(order)):  # each brings its mode to the front, so nothing has to be transposed
                 u = rotate(u, found[i], None if i else out)
             return u
         for i, root in enumerate(found):
@@ -130,9 +121,9 @@ class Kronecker(Method):
     # A refresh. What is due is collected, and solved by size, in compute/refresh.py.
 
     def solve(self, solver: roots.RootSolver, a: Tensor, e: float, hyper: Hyper, warm: State, exact: bool) -> tuple[State, Tensor]:
-        """What a refresh makes of factors ``a [n, d, d]``, by role without the mode; and ``[n]``, whether it succeeded.
+        """What a refresh makes of bias-corrected factors ``a [n, d, d]``, by role without the mode; and ``[n]``, whether it succeeded.
 
-        ``warm`` is what the solver kept. ``exact`` asks for the slowest and surest way.
+        ``warm`` is what the solver kept, which it replaces. ``exact`` asks for the slowest and surest way.
         """
         ridge = ridge_of(a, hyper)
         root = roots.rescue(a, e, ridge, warm) if exact else roots.solve(solver, a, e, ridge, warm)
@@ -147,7 +138,7 @@ class Kronecker(Method):
         if modes := modes_of(state):
             first = state[f"Y{modes[0]}"]
             index = index_of(slots, first.device)
-            come = self.has_come(first[index])  # it has not if the delay was lengthened in between
+            come = self.has_come(first[index])  # nothing waits there if the delay was lengthened in between
             self.put(state, index, {i: state[f"Y{i}"][index] for i in modes}, come)
 
     def has_come(self, waiting: Tensor) -> Tensor:
@@ -185,7 +176,7 @@ class Shampoo(Kronecker):
     text = "Shampoo"
     kernels = "factors"
 
-    def seen_by(self, state: State, grad: Tensor, mode: int) -> tuple[Tensor, float]:
+    def factor_input(self, state: State, grad: Tensor, mode: int) -> tuple[Tensor, float]:
         return grad, 1.0
 
     def exponent(self, hyper: Hyper, order: int) -> float:
@@ -196,7 +187,7 @@ class Shampoo(Kronecker):
 
 
 def first_factor(stack: Stack, d: int, hyper: Hyper) -> Tensor:
-    """Of a full mode."""
+    """The zero factor of a full mode."""
     return stack.zeros(d * (d + 1) // 2) if hyper.packed else stack.zeros(d, d)
 
 

@@ -58,7 +58,7 @@ class Soap(Kronecker):
             state |= {f"Y{i}": torch.zeros_like(state[f"Q{i}"]) for i, _ in full}
         return state | {"w": stack.zeros(*stack.shape)}
 
-    def seen_by(self, state: State, grad: Tensor, mode: int) -> tuple[Tensor, float]:
+    def factor_input(self, state: State, grad: Tensor, mode: int) -> tuple[Tensor, float]:
         return grad, 1.0
 
     def exponent(self, hyper: Hyper, order: int) -> float:

@@ -1,23 +1,21 @@
 """Pure geometry: how a parameter's index space is merged and cut into blocks.
 
-Everything here depends on global shapes and options only, never on a rank or a device, so every process cuts the
-same blocks and a checkpoint names them the same way anywhere.
+It depends on global shapes and options only, so all ranks cut the same blocks, and checkpoints have the same keys everywhere.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
+from operator import lt
 
 from ..settings import Geometry
 
 Shape = tuple[int, ...]
 
-# Parameters that follow a diagonal method are elementwise, so a cut changes nothing but who computes them. Pieces of a
-# few MiB are small enough to balance over ranks and large enough to keep checkpoints short.
-DIAGONAL_PIECE = 1 << 20
+DIAGONAL_PIECE = 1 << 20  # elements of an elementwise block: few enough to balance ranks, many enough for short checkpoints
 
 
 @dataclass(frozen=True)
@@ -41,33 +39,22 @@ class Region:
 
     def meet(self, other: Region) -> Region | None:
         """The intersection, or None if it is empty."""
-        start, stop = [], []
-        for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True):
-            low, high = a if a > c else c, b if b < d else d
-            if low >= high:
-                return None
-            start.append(low)
-            stop.append(high)
-        return Region(tuple(start), tuple(stop))
+        start, stop = tuple(map(max, self.start, other.start)), tuple(map(min, self.stop, other.stop))
+        return Region(start, stop) if all(map(lt, start, stop)) else None
 
     def moved(self, by: Iterable[int]) -> Region:
         """The same box, moved by a distance along each dimension."""
-        by = tuple(by)
-        start, stop = (tuple(a + d for a, d in zip(end, by, strict=True)) for end in (self.start, self.stop))
-        return Region(start, stop)
-
-    @staticmethod
-    def whole(shape: Sequence[int]) -> Region:
-        return Region((0,) * len(shape), tuple(shape))
+        start = tuple(a + d for a, d in zip(self.start, by, strict=True))
+        return Region(start, tuple(a + n for a, n in zip(start, self.shape, strict=True)))
 
 
 @dataclass(frozen=True)
 class Block:
     """The unit of preconditioning, ownership and checkpointing.
 
-    ``region`` is a box in the parameter's own index space, ``shape`` the same numbers with dimensions merged: what the
-    mathematics sees. ``modes`` says for each dimension of ``shape`` whether its factor is ``"full"`` or ``"diagonal"``.
-    ``kind`` is ``"kronecker"`` if the block is preconditioned. Otherwise it is elementwise: ``"graft"`` (the group's graft) or
+    ``region`` is a box in the parameter's own index space. ``shape`` is its shape with dimensions merged, as the mathematics sees
+    it. ``modes`` says for each dimension of ``shape`` whether its factor is ``"full"`` or ``"diagonal"``. ``kind`` is
+    ``"kronecker"`` if the block is preconditioned. Otherwise it names the elementwise method, ``"graft"`` (the group's graft) or
     ``"adagrad"``, and ``reason`` says why.
     """
 
@@ -99,15 +86,20 @@ def merge_dims(shape: Sequence[int], limit: float) -> list[list[int]]:
 
 
 def pieces(size: int, limit: float) -> list[tuple[int, int]]:
-    """Cut ``range(size)`` into ``ceil(size / limit)`` near-equal intervals, the longer ones first.
+    """Cut ``range(size)`` into ``ceil(size / limit)`` nearly equal intervals, the longer ones first.
 
     >>> pieces(10, 4)
     [(0, 4), (4, 7), (7, 10)]
     """
     count = max(1, math.ceil(size / limit))
     short, longer = divmod(size, count)
-    ends = [i * short + min(i, longer) for i in range(count + 1)]
-    return list(pairwise(ends))
+    return list(pairwise(i * short + min(i, longer) for i in range(count + 1)))
+
+
+def slabs(shape: Shape, dim: int, cuts: Iterable[tuple[int, int]]) -> list[Region]:
+    """An index space, cut along one dimension into these intervals."""
+    zeros = (0,) * len(shape)
+    return [Region((*zeros[:dim], a, *zeros[dim + 1 :]), (*shape[:dim], b, *shape[dim + 1 :])) for a, b in cuts]
 
 
 def cut(param: int, shape: Sequence[int], geometry: Geometry, *, preconditioned: bool = True) -> list[Block]:
@@ -118,7 +110,7 @@ def cut(param: int, shape: Sequence[int], geometry: Geometry, *, preconditioned:
     if not preconditioned:
         return _elementwise(param, shape, "graft", "preconditioner=None")
     batch, rest = shape[: geometry.batch_dims], shape[geometry.batch_dims :]
-    groups = merge_dims(rest, limit) if geometry.merge_dims else [[d] for d, n in enumerate(rest) if n != 1]
+    groups = merge_dims(rest, limit if geometry.merge_dims else 0)
     sizes = [math.prod(rest[dim] for dim in group) for group in groups]
     if len(sizes) == 0 or (len(sizes) == 1 and not geometry.precondition_1d):
         return _elementwise(param, shape, "graft", "1-D" if sizes else "scalar")
@@ -144,16 +136,8 @@ def _unmerge(box: Sequence[tuple[int, int]], batch: Shape, rest: Shape, groups: 
 
 
 def _elementwise(param: int, shape: Shape, kind: str, reason: str) -> list[Block]:
-    regions = enumerate(_slabs(shape))
-    return [Block(param, index, region, (region.numel,), (), kind, reason) for index, region in regions]
-
-
-def _slabs(shape: Shape) -> Iterator[Region]:
-    """Cut along the first dimension that is larger than one, so that slabs hold about ``DIAGONAL_PIECE`` elements."""
-    dim = next((d for d, n in enumerate(shape) if n != 1), None)
-    if dim is None:
-        yield Region.whole(shape)
-        return
-    for start, stop in pieces(shape[dim], max(1, DIAGONAL_PIECE // math.prod(shape[dim + 1 :]))):
-        bounds = [(start, stop) if d == dim else (0, n) for d, n in enumerate(shape)]
-        yield Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
+    """Cut along the first dimension that is larger than 1, into blocks of about ``DIAGONAL_PIECE`` elements."""
+    dim = next((d for d, n in enumerate(shape) if n != 1), 0)
+    limit = max(1, DIAGONAL_PIECE // math.prod(shape[dim + 1 :]))
+    regions = slabs(shape, dim, pieces(shape[dim], limit)) if shape else [Region((), ())]
+    return [Block(param, index, region, (region.numel,), (), kind, reason) for index, region in enumerate(regions)]

@@ -1,29 +1,24 @@
 """Layouts: which rank stores which region of a parameter. Pure; no tensors.
 
-[Note: teams and places] The ranks that store a parameter between them and share its work are its *team*. A rank's number in
-its team is its *place*: 0, 1, ... in the order of ranks. A parameter that everyone stores has a team of all ranks, one on a
-mesh the ranks of that mesh. With ``num_trainers_per_group`` there are several teams that repeat the same work. A process
-alone is a team of one. Plans speak of places only, so they need no process group.
+[Note: teams and places] The *team* of a parameter are the ranks that store it together and share the work on it. A rank's
+number in its team is its *place*: 0, 1, ... in the order of ranks. For a parameter that every rank stores, the team is all
+ranks; for one on a mesh, the ranks of that mesh. With ``num_trainers_per_group`` there are several teams that repeat the same
+work. A single process is a team of one. Plans use places only, so they need no process group.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .blocks import Region, Shape
 
-SHARDINGS = "ddp, fsdp, hsdp=K or tp=K"
-
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a mesh: how many places lie along it, and the dimension of the tensor that it splits.
-
-    An axis without a dimension copies instead.
-    """
+    """One axis of a mesh: how many places it has, and the dimension of the tensor that it splits. Without one it copies."""
 
     size: int
     dim: int | None = None
@@ -31,11 +26,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies over numbered places: the cells of a mesh, the last axis running fastest.
+    """How a tensor lies over the cells of a mesh, which are numbered with the last axis running fastest.
 
-    An axis splits as ``torch.chunk`` does, into pieces of the rounded-up size, the last ones shorter or empty. ``order``
-    lists the axes in the order in which they split, if that is not from first to last; ``cells`` gives the cell of each
-    place, if places are not numbered like cells.
+    An axis splits as ``torch.chunk`` does: into pieces of the rounded-up size, the last ones shorter or empty. ``order``
+    lists the axes in the order in which they split, if that is not first to last. ``cells`` gives the cell of each place, if
+    places are not numbered like cells.
 
     >>> fsdp = Layout((Axis(3, dim=0),))
     >>> [fsdp.region((4, 5), place).start for place in range(3)]
@@ -45,6 +40,7 @@ class Layout:
     axes: tuple[Axis, ...]
     order: tuple[int, ...] = ()
     cells: tuple[int, ...] = ()
+    _regions: dict[tuple[Shape, int], Region] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def places(self) -> int:
@@ -61,103 +57,92 @@ class Layout:
         return self.copies == self.places
 
     def coordinates(self, place: int) -> Shape:
-        cell, found = self.cells[place] if self.cells else place, []
-        for axis in reversed(self.axes):
-            cell, i = divmod(cell, axis.size)
-            found.append(i)
-        return tuple(reversed(found))
+        cell = self.cells[place] if self.cells else place
+        return tuple(cell // stride % axis.size for axis, stride in zip(self.axes, self._strides, strict=True))
 
     def replica(self, place: int) -> Shape:
-        """Places of one replica hold the whole tensor between them, each element once."""
+        """The replica that a place belongs to. Places of one replica store every element of the tensor exactly once."""
         return tuple(i for i, axis in zip(self.coordinates(place), self.axes, strict=True) if axis.dim is None)
 
     def region(self, shape: Shape, place: int) -> Region:
-        """What a place stores of a tensor of this shape; it may be empty."""
+        """What a place stores of a tensor of this shape. It may be empty."""
         if (shape, place) not in self._regions:
-            self._regions[shape, place] = _stored(self, shape, place)
+            where, bounds = self.coordinates(place), [(0, size) for size in shape]
+            for i in self._splits:
+                size, dim = self.axes[i].size, self.axes[i].dim
+                if dim is not None:
+                    start, stop = bounds[dim]
+                    chunk = -(-(stop - start) // size)
+                    bounds[dim] = min(start + where[i] * chunk, stop), min(start + (where[i] + 1) * chunk, stop)
+            self._regions[shape, place] = Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
         return self._regions[shape, place]
-
-    @cached_property
-    def _regions(self) -> dict[tuple[Shape, int], Region]:
-        return {}
 
     def holders(self, shape: Shape, region: Region) -> Iterator[int]:
         """The places that store some of a region, found without looking at the others."""
-        order = self.order or tuple(range(len(self.axes)))
-        for cell in _meeting(self, order, [(0, size) for size in shape], region, 0):
+        for cell in _meeting(self, self._splits, [(0, size) for size in shape], region, 0):
             yield self.cells.index(cell) if self.cells else cell
+
+    @cached_property
+    def _splits(self) -> Shape:
+        return self.order or tuple(range(len(self.axes)))
 
     @cached_property
     def _strides(self) -> Shape:
         return tuple(math.prod(axis.size for axis in self.axes[i + 1 :]) for i in range(len(self.axes)))
 
     def team(self, size: int) -> Layout | None:
-        """The layout over the first ``size`` cells, if every such run of cells holds the whole tensor alike."""
-        axes, order = list(self.axes), self.order or tuple(range(len(self.axes)))
-        for i, axis in enumerate(axes):
-            inner = math.prod(other.size for other in self.axes[i + 1 :])
-            keep = max(1, size // inner)
+        """The layout over ``size`` consecutive cells, if each group of that many cells stores the whole tensor in the same way."""
+        axes = []
+        for axis, stride in zip(self.axes, self._strides, strict=True):
+            keep = min(axis.size, max(1, size // stride))
             if keep < axis.size and (axis.dim is not None or axis.size % keep):
                 return None
-            axes[i] = replace(axis, size=min(keep, axis.size))
-        return Layout(tuple(axes), order if self.order else ()) if size == math.prod(a.size for a in axes) else None
+            axes.append(replace(axis, size=keep))
+        inner = Layout(tuple(axes), self.order)
+        return inner if inner.places == size else None
 
     @staticmethod
     def everywhere(places: int) -> Layout:
         return Layout((Axis(places),))
 
 
-def _stored(layout: Layout, shape: Shape, place: int) -> Region:
-    where, bounds = layout.coordinates(place), [(0, size) for size in shape]
-    for i in layout.order or range(len(layout.axes)):
-        axis = layout.axes[i]
-        if axis.dim is not None:
-            start, stop = bounds[axis.dim]
-            chunk = -(-(stop - start) // axis.size)
-            bounds[axis.dim] = min(start + where[i] * chunk, stop), min(start + (where[i] + 1) * chunk, stop)
-    return Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
-
-
 def _meeting(layout: Layout, order: Sequence[int], bounds: list[tuple[int, int]], region: Region, cell: int) -> Iterator[int]:
-    """The cells that meet a region, axis by axis; ``cell`` has the coordinates of the axes before."""
+    """The cells that store some of a region, axis by axis. ``cell`` has the coordinates along the axes before ``order``."""
     if not order:
         yield cell
         return
-    size, dim, stride = layout.axes[order[0]].size, layout.axes[order[0]].dim, layout._strides[order[0]]
-    if dim is None:
-        for i in range(size):
+    axis, stride = layout.axes[order[0]], layout._strides[order[0]]
+    if axis.dim is None:
+        for i in range(axis.size):
             yield from _meeting(layout, order[1:], bounds, region, cell + i * stride)
         return
-    start, stop = bounds[dim]
-    chunk = -(-(stop - start) // size)
-    first = max(0, region.start[dim] - start) // chunk
-    last = (min(region.stop[dim], stop) - 1 - start) // chunk
+    start, stop = bounds[axis.dim]
+    chunk = -(-(stop - start) // axis.size)
+    first = max(0, region.start[axis.dim] - start) // chunk
+    last = (min(region.stop[axis.dim], stop) - 1 - start) // chunk
     for i in range(first, last + 1):
         inner = list(bounds)
-        inner[dim] = start + i * chunk, min(start + (i + 1) * chunk, stop)
+        inner[axis.dim] = start + i * chunk, min(start + (i + 1) * chunk, stop)
         yield from _meeting(layout, order[1:], inner, region, cell + i * stride)
 
 
 def team_of(ranks: Sequence[int], layout: Layout, trainers: int | None, rank: int, name: str) -> tuple[tuple[int, ...], Layout]:
-    """The ranks that share the work on a parameter with ``rank``, ascending, and its layout over them.
-
-    ``trainers`` ranks share it, and every other so many repeat it; by default all that store the parameter.
-    """
+    """The team of ``rank`` for a parameter, ascending, and the layout over it. It has ``trainers`` ranks, by default all."""
     size = trainers or len(ranks)
     inner = layout.team(size)
     if len(ranks) % size:
         raise ValueError(
             f"num_trainers_per_group={size} does not divide the {len(ranks)} ranks that store parameter {name}; use a divisor, "
-            "or leave it out for all of them"
+            "or leave it out to use all of them"
         )
     if inner is None:
         raise ValueError(
             f"num_trainers_per_group={size}, but groups of {size} of the {len(ranks)} ranks do not store the whole of parameter "
-            f"{name}; it must be a multiple of the {layout.places // layout.copies} ranks that it is sharded over, along the "
-            "last axes of its mesh"
+            f"{name}; use a multiple of the {layout.places // layout.copies} ranks that it is sharded over, along the last axes "
+            "of its mesh"
         )
     if rank not in ranks:
-        raise ValueError(f"rank {rank} is not one of the ranks {list(ranks)} of the process group that was given")
+        raise ValueError(f"rank {rank} is not in process_group, whose ranks are {list(ranks)}; pass a group that has it")
     first = ranks.index(rank) // size * size
     members = ranks[first : first + size]
     cells = tuple(sorted(range(size), key=members.__getitem__))
@@ -165,10 +150,9 @@ def team_of(ranks: Sequence[int], layout: Layout, trainers: int | None, rank: in
 
 
 def layout_named(name: str, ranks: int, order: int) -> Layout:
-    """The layout of a tensor of this order over so many ranks: ``ddp``, ``fsdp``, ``hsdp=K`` or ``tp=K``.
+    """The layout of a tensor with ``order`` dimensions: ``ddp``, ``fsdp``, ``hsdp=K`` or ``tp=K``.
 
-    ``hsdp=K`` shards over K ranks and repeats that; ``tp=K`` splits the second dimension over K ranks and the first
-    over the others.
+    ``hsdp=K`` copies what is sharded over K ranks. ``tp=K`` splits the second dimension over K ranks, and the first over the rest.
 
     >>> layout_named("hsdp=4", 8, order=2)
     Layout(axes=(Axis(size=2, dim=None), Axis(size=4, dim=0)), order=(), cells=())
@@ -178,8 +162,8 @@ def layout_named(name: str, ranks: int, order: int) -> Layout:
     if kind in ("ddp", "fsdp") and not count:
         return Layout((Axis(ranks, first if kind == "fsdp" else None),))
     if kind not in ("hsdp", "tp") or not count.isdecimal() or int(count) == 0:
-        raise ValueError(f"shard={name!r} is not valid: it must be {SHARDINGS}")
+        raise ValueError(f"shard={name!r} is not valid: it must be ddp, fsdp, hsdp=K or tp=K")
     if ranks % int(count):
-        raise ValueError(f"shard={name!r} does not divide {ranks} ranks")
+        raise ValueError(f"shard={name!r} does not divide {ranks} ranks; use a divisor for K")
     outer, inner = ranks // int(count), int(count)
     return Layout((Axis(outer), Axis(inner, first)) if kind == "hsdp" else (Axis(outer, first), Axis(inner, second)))

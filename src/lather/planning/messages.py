@@ -1,7 +1,7 @@
 """Messages of a step: where every piece of a gradient or direction lies in the buffer that a collective moves.
 
-All messages are laid out once, the same way at both ends. Their sizes never depend on what happens in a step, so ranks may
-disagree about a gradient without hanging.
+Messages are laid out once, the same way at both ends. Their sizes never depend on what happens in a step, so nothing hangs if
+ranks disagree about a gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}  # 
 
 @dataclass(frozen=True)
 class Item:
-    """A piece's place in a buffer of messages, and that of its block's scale where there is one."""
+    """Where a piece lies in a buffer of messages, and where the scale of its block does, if it has one."""
 
     move: Move
     offset: int
@@ -27,54 +27,51 @@ class Item:
 
 @dataclass(frozen=True)
 class Messages:
-    """Messages end to end: for, or from, every place in turn."""
+    """Messages end to end: to every place in turn, or from every place."""
 
     items: tuple[Item, ...]
     splits: tuple[int, ...]  # elements of each message
+    wire: str  # dtype
 
     @property
-    def numel(self) -> int:
-        return sum(self.splits)
-
-
-def itemsize(wire: str) -> int:
-    return SIZES[wire]
+    def nbytes(self) -> int:
+        return sum(self.splits) * SIZES[self.wire]
 
 
 def message_numel(numel: int, pieces: int, wire: str) -> int:
-    """Elements of a message: those of its pieces, then their scales."""
+    """Elements of a message: its pieces, then their scales."""
     return numel + (SCALE * pieces if wire == SCALED else 0)
 
 
-def lay_out(parcels: Iterable[Iterable[Move]], wire: str, *, even: bool = False) -> Messages:
-    """Place every piece of every parcel; ``even`` pads all messages to the longest."""
-    packed = [list(parcel) for parcel in parcels]
-    splits = [message_numel(sum(m.region.numel for m in parcel), len(parcel), wire) for parcel in packed]
+def lay_out(messages: Iterable[Iterable[Move]], wire: str, *, even: bool = False) -> Messages:
+    """Place every piece of every message. ``even`` pads all messages to the longest."""
+    packed = [list(moves) for moves in messages]
+    numels = [sum(move.region.numel for move in moves) for moves in packed]
+    splits = [message_numel(numel, len(moves), wire) for numel, moves in zip(numels, packed, strict=True)]
     if even:
         splits = [max(splits)] * len(splits)
     items, start = [], 0
-    for parcel, split in zip(packed, splits, strict=True):
+    for moves, numel, split in zip(packed, numels, splits, strict=True):
         offset = start
-        scales = start + sum(m.region.numel for m in parcel)
-        for i, move in enumerate(parcel):
-            items.append(Item(move, offset, scales + SCALE * i if wire == SCALED else None))
+        for i, move in enumerate(moves):
+            items.append(Item(move, offset, start + numel + SCALE * i if wire == SCALED else None))
             offset += move.region.numel
         start += split
-    return Messages(tuple(items), tuple(splits))
+    return Messages(tuple(items), tuple(splits), wire)
 
 
 def inbound_messages(plan: Plan, transport: Transport, me: int) -> tuple[Messages, Messages]:
-    """What a place sends to owners, and what it gets as one."""
+    """What a place sends as a holder, and what it receives as an owner."""
     places, wire = range(len(plan.teams[transport.team])), str(transport.inbound)
     sent = lay_out((plan.inbound(transport, me, owner) for owner in places), wire)
     return sent, lay_out((plan.inbound(transport, holder, me) for holder in places), wire)
 
 
 def outbound_messages(plan: Plan, transport: Transport, me: int) -> tuple[Messages, Messages]:
-    """What a place sends as an owner, and what it gets as a holder."""
+    """What a place sends as an owner, and what it receives as a holder."""
     places, wire = range(len(plan.teams[transport.team])), str(transport.outbound)
     received = lay_out((plan.outbound(transport, owner, me) for owner in places), wire, even=transport.gather)
     if not transport.gather:
         return lay_out((plan.outbound(transport, me, holder) for holder in places), wire), received
     own = lay_out([plan.outbound(transport, me, me)], wire)
-    return Messages(own.items, (received.splits[me],)), received
+    return Messages(own.items, (received.splits[me],), wire), received

@@ -8,43 +8,29 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-# What moving a byte costs, in FLOPs of float32. A block's elements are read and written many times in a step, and its
-# direction is sent to everyone. The number is of the order of what accelerators and their links do.
-FLOPS_PER_BYTE = 1024
-
-
-def load(numel: int, flops: float) -> int:
-    """The cost of a step in FLOPs, for a block of ``numel`` elements: its own ``flops``, and the bytes of its direction.
-
-    A whole number, so that sums do not depend on their order and ties are exact.
-    """
-    return int(flops) + 4 * numel * FLOPS_PER_BYTE
+Preference = Callable[[int], Iterable[int]]  # the bins that an item prefers
 
 
 def greedy(
-    costs: Sequence[float],
-    bins: int,
-    prefer: Callable[[int], Iterable[int]] = lambda item: (),
-    only: Callable[[int], Collection[int]] = lambda item: (),
+    costs: Sequence[float], bins: int, prefer: Preference = lambda item: (), only: Sequence[Collection[int]] = ()
 ) -> list[int]:
-    """Longest processing time first: the bin of every item, the next largest always to the least loaded bin.
+    """The bin of every item, longest processing time first: the next largest item always goes to the least loaded bin.
 
-    Items of equal cost may change places without changing any load, so they go to bins that they prefer as far as that
-    is possible. An item with ``only`` goes to the least loaded of those. Deterministic; ties go to lower numbers.
+    Swapping items of equal cost changes no load, so they go to bins that they prefer where possible. An item with ``only``
+    goes to the least loaded of those. The result is deterministic: ties go to lower numbers.
 
     >>> greedy([3, 1, 2, 2], 2)
     [0, 0, 1, 1]
     >>> greedy([1, 1], 2, prefer=lambda item: [1 - item])
     [1, 0]
     """
-    loads = _Loads(bins)
-    chosen = [0] * len(costs)
+    loads, chosen = _Loads(bins), [0] * len(costs)
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    for cost, alike in groupby(order, key=lambda i: costs[i]):
+    for cost, items in groupby(order, key=lambda i: costs[i]):
         free = []
-        for item in alike:
-            if allowed := only(item):
-                chosen[item] = min(allowed, key=lambda b: (loads.of[b], b))
+        for item in items:
+            if only and only[item]:
+                chosen[item] = min(only[item], key=lambda b: (loads.of[b], b))
                 loads.add(chosen[item], cost)
             else:
                 free.append(item)
@@ -55,7 +41,9 @@ def greedy(
 
 
 def stagger(costs: Sequence[float], bins: int, kinds: Sequence[Any]) -> list[int]:
-    """The bin of every item, as even as :func:`greedy` to within a fifth, with items of one kind in as few bins as that allows.
+    """The bin of every item, with items of one kind in few bins: items are laid end to end, kind by kind, and cut evenly.
+
+    If that uses fewer bins than :func:`greedy`, or its largest load is more than a fifth larger, the answer is greedy's.
 
     >>> stagger([2, 2, 1, 1, 1, 1], 4, ["a", "a", "b", "b", "b", "b"])
     [0, 1, 2, 2, 3, 3]
@@ -66,10 +54,10 @@ def stagger(costs: Sequence[float], bins: int, kinds: Sequence[Any]) -> list[int
         chosen[i] = min(bins - 1, int(bins * (seen + costs[i] / 2) / total))
         seen += costs[i]
     as_many = len(set(chosen)) == len(set(even))
-    return chosen if as_many and _worst(chosen, costs) <= 1.2 * _worst(even, costs) else even
+    return chosen if as_many and _largest_load(chosen, costs) <= 1.2 * _largest_load(even, costs) else even
 
 
-def _worst(chosen: Sequence[int], costs: Sequence[float]) -> float:
+def _largest_load(chosen: Sequence[int], costs: Sequence[float]) -> float:
     loads = dict.fromkeys(chosen, 0.0)
     for index, cost in zip(chosen, costs, strict=True):
         loads[index] += cost
@@ -77,7 +65,7 @@ def _worst(chosen: Sequence[int], costs: Sequence[float]) -> float:
 
 
 class _Loads:
-    """What bins carry, and which carry least."""
+    """The loads of bins, and which are least."""
 
     def __init__(self, bins: int) -> None:
         self.of: list[float] = [0] * bins
@@ -109,9 +97,7 @@ class _Loads:
         return listed, []
 
 
-def _match(
-    items: Sequence[int], listed: Sequence[int], tied: Sequence[int], prefer: Callable[[int], Iterable[int]]
-) -> Iterator[tuple[int, int]]:
+def _match(items: Sequence[int], listed: Sequence[int], tied: Sequence[int], prefer: Preference) -> Iterator[tuple[int, int]]:
     """Give items to bins, first to those they prefer, then in order."""
     places, spare = Counter(listed), dict.fromkeys(tied)
     spares, left = len(items) - len(listed), []
@@ -135,9 +121,5 @@ def _match(
 
 
 def imbalance(loads: Sequence[float]) -> float:
-    """``C(N) = max / mean``.
-
-    >>> imbalance([3, 1])
-    1.5
-    """
+    """``C(N)``, the largest load over the mean."""
     return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate, islice
+from functools import cached_property, partial
+from itertools import accumulate, islice, pairwise, product
 from typing import Any
 
-from ..settings import Settings, dtype_text
+from ..settings import Geometry, Settings, dtype_text
 from . import owners
-from .blocks import Block, Region, Shape, cut
+from .blocks import Block, Region, Shape, cut, slabs
 from .layouts import Layout
 
-NOTHING: Mapping[tuple[int, int], int] = {}
+Teams = Sequence[Sequence[int]]  # ranks by place
+Settled = Mapping[tuple[int, int], int]  # owners that do not change, by parameter and block: existing state stays where it is
+Cuts = list[tuple[Block, tuple[int, ...]]]  # blocks, each with the places that may own it; none means all
+
 ALONE = Layout.everywhere(1)
-TRIES = 8  # holders of a block that are asked whether they are least loaded; with more, each holds next to nothing
+# The cost of moving a byte, in FLOPs of float32: a block's elements are read and written many times in a step, and its
+# direction is sent to every holder. The number is the order of magnitude for accelerators and their links.
+FLOPS_PER_BYTE = 1024
+TRIES = 8  # holders of a block that are tried as its owner; if there are more, each holds next to nothing
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What planning needs to know of a parameter. ``device`` counts devices of a kind within a process from 0."""
+    """What planning needs to know about a parameter. ``device`` is ``"cuda"`` for a process's first GPU, then ``"cuda:1"``, ..."""
 
     name: str
     shape: Shape
@@ -30,12 +37,12 @@ class Spec:
     dtype: str = "float32"
     team: int = 0
     layout: Layout = ALONE
-    grad_dtype: str | None = None  # where it is not the parameter's
+    grad_dtype: str | None = None  # if it is not the parameter's
 
 
 @dataclass(frozen=True)
 class Move:
-    """A piece of a block that travels from the place ``src`` to the place ``dst``; they may be the same."""
+    """A piece of a block that travels from the place ``src`` to the place ``dst``, which may be the same."""
 
     src: int
     dst: int
@@ -45,10 +52,10 @@ class Move:
 
 @dataclass(frozen=True)
 class Transport:
-    """How blocks travel: the dtype on the way to the owner and back, None where nothing has to travel.
+    """How blocks travel: the dtype on the way to the owner and on the way back, None if nothing has to travel.
 
-    ``gather``: everyone stores everything, so directions go out by one all-gather. Later stages are computed while earlier
-    ones are on their way.
+    ``gather``: every place stores everything, so directions go out by one all-gather. A stage is computed while the one before
+    travels.
     """
 
     team: int
@@ -65,7 +72,7 @@ class Transport:
 
 @dataclass(frozen=True)
 class BankKey:
-    """Blocks that agree in this are stacked: same transport, options, device, mathematics and shape."""
+    """Blocks with the same key are stacked: they share transport, options, device, mathematics and shape."""
 
     transport: Transport
     group: int
@@ -77,7 +84,7 @@ class BankKey:
 
 
 def largest_first(ranks: Sequence[int]) -> tuple[int, Sequence[int]]:
-    """Sort key for sets of ranks: an order of collectives in which no ranks wait for each other in a circle."""
+    """Sort key for sets of ranks. In this order of collectives no ranks wait for each other in a circle."""
     return -len(ranks), ranks
 
 
@@ -94,11 +101,10 @@ class Plan:
 
     @cached_property
     def _owned(self) -> dict[tuple[int, int], dict[BankKey, list[int]]]:
-        order = {key: i for i, key in enumerate(dict.fromkeys(self.keys))}
         owned: dict[tuple[int, int], dict[BankKey, list[int]]] = {}
-        for number in sorted(range(len(self.blocks)), key=lambda i: (order[self.keys[i]], i)):
-            key = self.keys[number]
-            owned.setdefault((key.transport.team, self.owners[number]), {}).setdefault(key, []).append(number)
+        for key, numbers in self.all_banks().items():
+            for number in numbers:
+                owned.setdefault((key.transport.team, self.owners[number]), {}).setdefault(key, []).append(number)
         return owned
 
     def banks(self, team: int, place: int) -> dict[BankKey, list[int]]:
@@ -111,10 +117,7 @@ class Plan:
 
     def all_banks(self) -> dict[BankKey, list[int]]:
         """The banks of all places together."""
-        found: dict[BankKey, list[int]] = {}
-        for number, key in enumerate(self.keys):
-            found.setdefault(key, []).append(number)
-        return found
+        return _by_key(self.keys)
 
     @cached_property
     def transports(self) -> tuple[Transport, ...]:
@@ -129,8 +132,12 @@ class Plan:
         spec = self.specs[param]
         return spec.layout.region(spec.shape, place)
 
+    def local(self, param: int, region: Region, place: int) -> Region:
+        """A region of a parameter, counted from the start of what a place stores."""
+        return region.moved(-a for a in self.stored(param, place).start)
+
     def inbound(self, transport: Transport, src: int, dst: int) -> Iterator[Move]:
-        """Gradient pieces that the holder ``src`` sends the owner ``dst``. An owner is served by its own replica."""
+        """Gradient pieces that the holder ``src`` sends to the owner ``dst``. They come from the owner's own replica."""
         for number in self._sequence(transport, dst):
             block = self.blocks[number]
             layout = self.specs[block.param].layout
@@ -139,7 +146,7 @@ class Plan:
                 yield Move(src, dst, number, piece)
 
     def outbound(self, transport: Transport, src: int, dst: int) -> Iterator[Move]:
-        """Direction pieces that the owner ``src`` sends the holder ``dst``."""
+        """Direction pieces that the owner ``src`` sends to the holder ``dst``."""
         for number in self._sequence(transport, src):
             block = self.blocks[number]
             piece = block.region if transport.gather else block.region.meet(self.stored(block.param, dst))
@@ -147,51 +154,50 @@ class Plan:
                 yield Move(src, dst, number, piece)
 
     def _sequence(self, transport: Transport, owner: int) -> Iterator[int]:
-        """The owner's blocks that travel so, bank by bank, slot by slot."""
+        """The owner's blocks with this transport, bank by bank, slot by slot."""
         for key, numbers in self.banks(transport.team, owner).items():
             if key.transport == transport:
                 yield from numbers
 
     def offsets(self, group: int, settings: Settings) -> dict[int, int]:
-        """For ``refresh="staggered"``: each block's step inside the period, so that every step has the same work.
+        """For ``refresh="staggered"``: each block's step within the period. Every step has the same work, whoever owns blocks."""
+        blocks = {i: b for i, b in enumerate(self.blocks) if b.modes and self.specs[b.param].group == group}
+        costs = [refresh_flops(block, settings, self.specs[block.param].device) for block in blocks.values()]
+        chosen = owners.stagger(costs, settings.frequency, [block.shape for block in blocks.values()])
+        return dict(zip(blocks, chosen, strict=True))
 
-        It depends on all blocks of the group, not on their owners, so it is the same for any number of ranks.
-        """
-        numbers = [i for i, b in enumerate(self.blocks) if b.modes and self.specs[b.param].group == group]
-        blocks = [self.blocks[i] for i in numbers]
-        costs = [refresh_flops(block, settings, self.specs[block.param].device) for block in blocks]
-        chosen = owners.stagger(costs, settings.frequency, [block.shape for block in blocks])
-        return dict(zip(numbers, chosen, strict=True))
+
+def _by_key(keys: Sequence[BankKey]) -> dict[BankKey, list[int]]:
+    """The numbers of blocks, by bank."""
+    found: dict[BankKey, list[int]] = {}
+    for number, key in enumerate(keys):
+        found.setdefault(key, []).append(number)
+    return found
 
 
 def make_plan(
-    specs: Sequence[Spec],
-    settings: Sequence[Settings],
-    teams: Sequence[Sequence[int]] = ((0,),),
-    stages: int = 1,
-    settled: Mapping[tuple[int, int], int] = NOTHING,
+    specs: Sequence[Spec], settings: Sequence[Settings], teams: Teams = ((0,),), stages: int = 1, settled: Settled | None = None
 ) -> Plan:
-    """Cut every parameter, choose owners, and decide how blocks travel.
-
-    ``settled`` are owners from before, by parameter and block: state that is there stays where it is.
-    """
+    """Cut every parameter, choose owners, and decide how blocks travel."""
     cuts = [cut for index, spec in enumerate(specs) for cut in _cut(index, spec, settings[spec.group])]
     if settled:
         homes = [settled.get((block.param, block.index)) for block, _ in cuts]
-        cuts = [(cut[0], cut[1] if home is None else (home,)) for cut, home in zip(cuts, homes, strict=True)]
-    blocks = [block for block, _ in cuts]
+        cuts = [(block, places if home is None else (home,)) for (block, places), home in zip(cuts, homes, strict=True)]
     chosen = _owners(specs, settings, teams, cuts)
     transports = [_transport(spec, settings[spec.group]) for spec in specs]
-    keys = [_key(block, specs[block.param], transports[block.param]) for block in blocks]
+    blocks, keys = tuple(block for block, _ in cuts), []
+    for block in blocks:
+        spec, transport = specs[block.param], transports[block.param]
+        keys.append(BankKey(transport, spec.group, spec.device, spec.dtype, block.kind, block.shape, block.modes))
     if stages > 1:
         numbers = _stages(blocks, chosen, keys, stages)
         keys = [replace(key, transport=replace(key.transport, stage=stage)) for key, stage in zip(keys, numbers, strict=True)]
     ranks = tuple(tuple(team) for team in teams)
-    return Plan(tuple(specs), tuple(settings), ranks, tuple(blocks), tuple(chosen), tuple(keys))
+    return Plan(tuple(specs), tuple(settings), ranks, blocks, tuple(chosen), tuple(keys))
 
 
 def refresh_flops(block: Block, settings: Settings, device: str) -> float:
-    """Operations of a refresh. Never a measurement: plans must not differ between ranks."""
+    """Operations of a refresh. This is a formula and not a measurement, because all ranks must make the same plan."""
     if settings.method is None or not block.modes:
         return 0.0
     return settings.method.refresh_flops(block.shape, block.modes, settings.hyper, device)
@@ -206,44 +212,43 @@ def step_flops(block: Block, settings: Settings) -> float:
 
 
 def mean_flops(block: Block, settings: Settings, device: str) -> float:
-    """Operations of a step, with those of refreshes spread over their period."""
+    """Operations of a step, with refreshes spread over their period."""
     return refresh_flops(block, settings, device) / settings.frequency + step_flops(block, settings)
 
 
-def _cut(index: int, spec: Spec, settings: Settings) -> list[tuple[Block, tuple[int, ...]]]:
-    """The blocks of a parameter; with ``blocks="local"``, those of every stored piece, with the places that may own them."""
+def _cut(index: int, spec: Spec, settings: Settings) -> Cuts:
+    """The blocks of a parameter. With ``blocks="local"`` each stored piece is cut by itself, and its holders own its blocks."""
     geometry, on = settings.geometry, settings.method is not None
     if geometry.batch_dims > len(spec.shape):
         raise ValueError(
-            f"batch_dims={geometry.batch_dims} but parameter {spec.name} has shape {spec.shape}; put it in a param group of its own"
+            f"batch_dims={geometry.batch_dims} but parameter {spec.name} has shape {spec.shape}; give it its own group"
         )
-    whole = not geometry.local or spec.layout.replicated
-    parts = _parts(spec, settings)
-    if whole and len(parts) == 1:
-        return [(block, ()) for block in cut(index, spec.shape, geometry, preconditioned=on)]
-    homes: dict[Region, tuple[int, ...]] = dict.fromkeys(parts, ()) if whole else {}
-    for place in () if whole else range(spec.layout.places):
-        for part in parts:
+    parts = _parts(spec, geometry)
+    homes: dict[Region, tuple[int, ...]] = {}
+    if geometry.local and not spec.layout.replicated:
+        for place, part in product(range(spec.layout.places), parts):
             if region := part.meet(spec.layout.region(spec.shape, place)):
                 homes[region] = (*homes.get(region, ()), place)
-    found = [
-        (replace(block, region=block.region.moved(region.start)), places)
-        for region, places in homes.items()
-        for block in cut(index, region.shape, geometry, preconditioned=on)
-    ]
-    return [(replace(block, index=i), places) for i, (block, places) in enumerate(found)]
+    elif len(parts) > 1:
+        homes = dict.fromkeys(parts, ())
+    else:
+        return [(block, ()) for block in cut(index, spec.shape, geometry, preconditioned=on)]
+    found: Cuts = []
+    for region, places in homes.items():
+        for block in cut(index, region.shape, geometry, preconditioned=on):
+            found.append((replace(block, index=len(found), region=block.region.moved(region.start)), places))
+    return found
 
 
-def _parts(spec: Spec, settings: Settings) -> list[Region]:
-    """What ``split`` makes of a parameter."""
-    geometry, shape = settings.geometry, spec.shape
-    split, dim = geometry.split, geometry.split_dim
+def _parts(spec: Spec, geometry: Geometry) -> list[Region]:
+    """The parts that ``split`` makes of a parameter."""
+    shape, split, dim = spec.shape, geometry.split, geometry.split_dim
     if split is None:
-        return [Region.whole(shape)]
+        return [Region((0,) * len(shape), shape)]
     if not geometry.batch_dims <= dim < len(shape):
         raise ValueError(
             f"split_dim={dim} but parameter {spec.name} has shape {shape} and batch_dims={geometry.batch_dims}; give a "
-            "dimension after those, or put the parameter in a param group without split"
+            "dimension after the batch dimensions, or put the parameter in a param group without split"
         )
     sizes = (shape[dim] // split,) * split if isinstance(split, int) else split
     if sum(sizes) != shape[dim]:
@@ -251,48 +256,35 @@ def _parts(spec: Spec, settings: Settings) -> list[Region]:
             f"split={split} does not fit dimension {dim} of parameter {spec.name}, of shape {shape}; give sizes with the sum "
             f"{shape[dim]}, or put the parameter in a param group without split"
         )
-    starts = accumulate(sizes, initial=0)
-    slabs = [Region.whole((*shape[:dim], size, *shape[dim + 1 :])) for size in sizes]
-    return [slab.moved(start * (d == dim) for d in range(len(shape))) for slab, start in zip(slabs, starts, strict=False)]
+    return slabs(shape, dim, pairwise(accumulate(sizes, initial=0)))
 
 
-def _owners(
-    specs: Sequence[Spec],
-    settings: Sequence[Settings],
-    teams: Sequence[Sequence[int]],
-    cuts: Sequence[tuple[Block, tuple[int, ...]]],
-) -> list[int]:
+def _owners(specs: Sequence[Spec], settings: Sequence[Settings], teams: Teams, cuts: Cuts) -> list[int]:
     """The place that owns each block, balanced within every team."""
     known: dict[Any, int] = {}
-
-    def load(block: Block) -> int:
+    loads = []
+    for block, _ in cuts:
         spec = specs[block.param]
-        alike = (spec.group, spec.device, block.shape, block.modes)
-        if alike not in known:
-            flops = mean_flops(block, settings[spec.group], spec.device)
-            known[alike] = owners.load(math.prod(block.shape), flops)
-        return known[alike]
-
-    def storing(block: Block) -> Iterable[int]:
-        spec = specs[block.param]
-        return () if spec.layout.replicated else islice(spec.layout.holders(spec.shape, block.region), TRIES)
-
+        kind = spec.group, spec.device, block.shape, block.modes
+        if kind not in known:  # in whole numbers, so that sums do not depend on their order and ties are exact
+            flops = int(mean_flops(block, settings[spec.group], spec.device))
+            known[kind] = flops + 4 * math.prod(block.shape) * FLOPS_PER_BYTE
+        loads.append(known[kind])
     chosen = [0] * len(cuts)
     for team, ranks in enumerate(teams):
         mine = [i for i, (block, _) in enumerate(cuts) if specs[block.param].team == team]
-        places = owners.greedy(
-            [load(cuts[i][0]) for i in mine],
-            len(ranks),
-            prefer=lambda j, mine=mine: storing(cuts[mine[j]][0]),  # type: ignore[misc]
-            only=lambda j, mine=mine: cuts[mine[j]][1],  # type: ignore[misc]
-        )
+        holders = partial(_holders, specs, [cuts[i][0] for i in mine])
+        places = owners.greedy([loads[i] for i in mine], len(ranks), holders, [cuts[i][1] for i in mine])
         for i, place in zip(mine, places, strict=True):
             chosen[i] = place
     return chosen
 
 
-def _key(block: Block, spec: Spec, transport: Transport) -> BankKey:
-    return BankKey(transport, spec.group, spec.device, spec.dtype, block.kind, block.shape, block.modes)
+def _holders(specs: Sequence[Spec], blocks: Sequence[Block], number: int) -> Iterable[int]:
+    """Some places that store a part of a block; none if all places store all of it."""
+    block = blocks[number]
+    spec = specs[block.param]
+    return () if spec.layout.replicated else islice(spec.layout.holders(spec.shape, block.region), TRIES)
 
 
 def _transport(spec: Spec, settings: Settings) -> Transport:
@@ -303,23 +295,20 @@ def _transport(spec: Spec, settings: Settings) -> Transport:
         return replace(plain, outbound=out, gather=True)
     if settings.geometry.local:
         return replace(plain, outbound=out if spec.layout.copies > 1 else None)
-    # A gradient of 16 bits travels as it is. One with coupled decay has the dtype of the arithmetic.
+    # A gradient of 16 bits travels as it is, unless it has coupled decay, which makes it as wide as the arithmetic.
     own, computed = spec.grad_dtype or spec.dtype, dtype_text(settings.hyper.compute_dtype)
     short = own in ("bfloat16", "float16") and settings.decay_mode != "l2"
     return replace(plain, inbound=own if short else computed, outbound=out)
 
 
 def _stages(blocks: Sequence[Block], chosen: Sequence[int], keys: Sequence[BankKey], stages: int) -> list[int]:
-    """Cut what every owner sends into this many parts of about the same size, bank after bank."""
-    order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-    travelling = [i for i, key in enumerate(keys) if key.transport.travels]
-    totals: dict[tuple[int, int], int] = {}
-    for i in travelling:
-        at = keys[i].transport.team, chosen[i]
-        totals[at] = totals.get(at, 0) + blocks[i].region.numel
-    found, seen = [0] * len(blocks), dict.fromkeys(totals, 0)
-    for i in sorted(travelling, key=lambda i: (order[keys[i]], i)):
-        at, numel = (keys[i].transport.team, chosen[i]), blocks[i].region.numel
-        found[i] = int(stages * (seen[at] + numel / 2) / totals[at])
-        seen[at] += numel
+    """The stage of every block: what an owner sends, bank after bank, is cut into stages of about the same size."""
+    banks = [(key.transport, numbers) for key, numbers in _by_key(keys).items() if key.transport.travels]
+    sent = [(i, (transport.team, chosen[i]), blocks[i].region.numel) for transport, numbers in banks for i in numbers]
+    found, seen, totals = [0] * len(blocks), Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    for _, owner, numel in sent:
+        totals[owner] += numel
+    for i, owner, numel in sent:
+        found[i] = int(stages * (seen[owner] + numel / 2) / totals[owner])
+        seen[owner] += numel
     return found

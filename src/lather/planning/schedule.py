@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 from ..settings import Settings
 
+Ints = Sequence[int]
+
 
 def period(t: int, settings: Settings) -> int:
-    """Steps between refreshes around step ``t``.
-
-    It is ``precondition_frequency``. While that is more than the fraction ``refresh_warmup`` of ``t``, it is the largest power
-    of two that is not.
-    """
+    """Steps between refreshes at step ``t``: the frequency or, early on, the largest power of two up to ``refresh_warmup * t``."""
     if not settings.warmup:
         return settings.frequency
     return min(settings.frequency, 1 << max(0, int(t * settings.warmup).bit_length() - 1))
@@ -21,8 +19,8 @@ def period(t: int, settings: Settings) -> int:
 def is_due(t: int, settings: Settings, offset: int | None = None) -> bool:
     """Whether a block is refreshed in its step ``t``.
 
-    Together (no offset): at the first refresh and at later multiples of the period. Staggered: from the first refresh on,
-    whenever ``t`` leaves the remainder ``offset``.
+    Without an offset (``refresh="together"``) this is the step of the first refresh, and later every multiple of the period.
+    With one it is every step from the first refresh on that is ``offset`` modulo the period.
     """
     every, first = period(t, settings), settings.first_refresh
     if offset is None:
@@ -31,15 +29,9 @@ def is_due(t: int, settings: Settings, offset: int | None = None) -> bool:
 
 
 def due_slots(
-    slots: Sequence[int],
-    steps: Sequence[int],
-    active: Sequence[bool],
-    settings: Settings,
-    offsets: Sequence[int] | None,
-    delay: int = 0,
+    slots: Ints, steps: Ints, active: Sequence[bool], settings: Settings, offsets: Ints | None, delay: int = 0
 ) -> list[int]:
-    """The slots to refresh now. ``steps``, ``active`` and ``offsets`` are by slot; with a ``delay``, those that were due so many
-    steps ago."""
+    """The slots to refresh now or, with a ``delay``, those that were due that many steps ago. Lists are by slot."""
     t = steps[slots[0]]
     if offsets is None and steps.count(t) == len(steps) and not is_due(t - delay, settings):
         return []
@@ -49,8 +41,8 @@ def due_slots(
 def started_slots(steps: Sequence[int], settings: Settings) -> list[bool]:
     """The slots that have reached ``start_preconditioning_step``.
 
-    Its default says only when roots are first refreshed. So raising the frequency later does not take roots away. Before that
-    step blocks follow the graft. If there is none, a method that can do without its first refresh starts at once.
+    By default all have: a slot uses its root as soon as it has one. Before that step blocks follow the graft. Without a graft,
+    a method that can do without its first refresh starts at once.
     """
     method = settings.method
     at_once = method is not None and method.refreshes and not method.waits and not settings.grafted

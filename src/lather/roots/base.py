@@ -27,24 +27,20 @@ class Basis(NamedTuple):
 class RootSolver(ABC):
     """A frozen dataclass whose fields are its options. Calling it computes roots.
 
-    The call takes a stack `a` [n, d, d] in float32 or float64 and returns roots in that dtype. A slot that is
-    not finite or does not converge raises nothing: its `ok` is False and its value is the identity. The other
-    slots get the values that they would get alone. On one CPU thread a slot gets the same bits in every stack.
-    `eps` is one ridge for all slots, or one per slot [n]. `linalg.per_slot` and `linalg.column` shape both.
-    A solver with a warm start replaces entries of `state`. The caller keeps them for the slots that are ok.
+    The call takes a stack `a` [n, d, d] in float32 or float64 and returns roots in that dtype. A slot that is not finite or does
+    not converge raises nothing: its `ok` is False and its value is the identity. It does not affect the other slots. On one CPU
+    thread a slot gets the same bits in every stack. `eps` is one ridge for all slots, or one per slot [n]. A solver with a warm
+    start replaces entries of `state`. The caller keeps them for the slots that are ok.
     """
 
     name: ClassVar[str]
 
     def init(self, n: int, d: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
-        """The warm start, which is kept between calls, for `n` slots."""
+        """The first warm start, for `n` slots."""
         return {}
 
     def is_capturable(self, device: torch.device) -> bool:
-        """Whether a CUDA graph can hold a float32 call on `device`.
-
-        It can if the call uses products and kernels only, and no library that allocates memory.
-        """
+        """Whether a CUDA graph can hold a float32 call on `device`: it must not use a library that allocates memory."""
         return False
 
     def check(self, e: float) -> None:
@@ -58,25 +54,24 @@ class RootSolver(ABC):
 
     def __call__(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
         with full_precision(a.device):
-            eye = eye_like(a)
             if self.sees_what_is_not_finite(a, e):
                 root = self._root(a, e, eps, state)
-                return Root(torch.where(root.ok[:, None, None], root.value, eye), root.ok, root.residual)
+                return root._replace(value=torch.where(root.ok[:, None, None], root.value, eye_like(a)))
             finite = all_finite(a)
             if isinstance(eps, Tensor):
                 finite = finite & torch.isfinite(eps)
                 eps = torch.where(finite, eps, 1.0).to(a.dtype)
-            root = self._root(torch.where(finite[:, None, None], a, eye), e, eps, state)
+            root = self._root(torch.where(finite[:, None, None], a, eye_like(a)), e, eps, state)
             value, ok = settle(root.value, root.ok & finite)
             return Root(value, ok, root.residual.masked_fill(~finite, torch.inf))
 
     def sees_what_is_not_finite(self, a: Tensor, e: float) -> bool:
-        """Whether NaN and Inf, in the factor or in the root, always show in the residual. The call then does not look for them."""
+        """Whether NaN and Inf in the factor or the root always show in the residual. The call then does not look for them."""
         return False
 
     @abstractmethod
     def _root(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
-        """The call for finite `a`, or for any `a` if `sees_what_is_not_finite`. A value that is not finite counts as not ok."""
+        """The call for finite `a`, or for any `a` if `sees_what_is_not_finite`. A root that is not finite counts as not ok."""
 
 
 class EigenSolver(RootSolver):
@@ -85,11 +80,10 @@ class EigenSolver(RootSolver):
     def basis(self, a: Tensor, state: dict[str, Tensor]) -> Basis:
         """`a = Q diag(values) Q^T` with descending values; the identity where not ok. The contract of the call applies."""
         with full_precision(a.device):
-            finite, eye = all_finite(a), eye_like(a)
-            basis = self._basis(torch.where(finite[:, None, None], a, eye), state)
-            vectors, ok = settle(basis.vectors, basis.ok & finite & all_finite(basis.values))
-            values = torch.where(ok[:, None], basis.values, 1.0)
-            return Basis(vectors, values, ok, basis.residual.masked_fill(~finite, torch.inf))
+            finite = all_finite(a)
+            vectors, values, ok, residual = self._basis(torch.where(finite[:, None, None], a, eye_like(a)), state)
+            vectors, ok = settle(vectors, ok & finite & all_finite(values))
+            return Basis(vectors, torch.where(ok[:, None], values, 1.0), ok, residual.masked_fill(~finite, torch.inf))
 
     @abstractmethod
     def _basis(self, a: Tensor, state: dict[str, Tensor]) -> Basis:
@@ -103,9 +97,6 @@ def settle(value: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lift(values: Tensor, scale: Tensor, eps: float | Tensor) -> Tensor:
-    """Eigenvalues [n, d] times `scale` [n, 1, 1], shifted to be at least `eps`, in float64.
-
-    The shift is `lambda - min(lambda_min, 0) + eps`. A factor is positive semi-definite, so values below zero are rounding.
-    """
+    """`x - min(x_min, 0) + eps` in float64, `x = values [n, d] * scale [n, 1, 1]`. A factor's negative eigenvalues are rounding."""
     x = values.double() * scale.squeeze(-1).double()
     return x - x.amin(1, keepdim=True).clamp(max=0.0) + per_slot(eps, x)

@@ -1,10 +1,11 @@
-"""Coupled iterations for inverse p-th roots. They need products only: no decomposition, no host read."""
+"""Coupled iterations for inverse p-th roots: Newton's, and those of higher order. They need products only, and no host read."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -18,16 +19,15 @@ SLACK = 1.01  # rounding may raise an error that falls slowly; up to this factor
 
 @dataclass(frozen=True)
 class Coupled(RootSolver):
-    """`X = (A + ridge I)^(-s/p)` by an iteration on a pair that keeps `M = X^p (A + ridge I) / z`.
+    """`X = (A + ridge I)^(-s/p)` by an iteration on `X` and `M = X^p (A + ridge I) / z`, from `X = I`, `z >= lambda_max + ridge`.
 
-    It starts from `X = I`, with `z >= lambda_max + ridge`. Each round computes
-    `R = I - M`, `T = sum_{j < order} c_j R^j` (the series of `(I - R)^(-1/p)`), `X <- X T`, `M <- T^p M`.
+    Each round computes `R = I - M`, `T = sum_{j < order} c_j R^j` (the series of `(I - R)^(-1/p)`), `X <- X T`, `M <- T^p M`.
     The eigenvalues of `M` rise from (0, 1] to 1. Small ones grow by `T(0)^p` per round: for p = 4, by 2.4 with order 2
     and by 3.9 with order 3. So `k` decades of spectrum take about `2.6 k` or `1.7 k` rounds, plus four.
 
     `relative_eps`: float32 iterations cannot resolve what is below 1e-7 `lambda_max`, so
     `ridge = max(eps, relative_eps * z)`. Where `eps` is the smaller one, this damps more than was asked for.
-    `iterations`: the number of rounds. All of them always run. A slot whose error no longer falls is frozen, on the device.
+    `iterations`: the number of rounds. All of them always run. A slot whose error no longer falls is frozen.
     `tolerance`: the largest residual `max|I - M|` that is ok. A relative error `t` of `X` shows as `p t`.
     """
 
@@ -66,19 +66,18 @@ class Coupled(RootSolver):
         ridge = torch.maximum(eps / scale, self.relative_eps * z)
         z = z + ridge
         x, error = self._iterate((a + ridge * eye_like(a)) / z, ratio.denominator)
-        x = matrix_power(x, ratio.numerator)
         back = power(z.squeeze(-1).double() * scale.squeeze(-1), -e).to(a.dtype)
-        return Root(symmetrize(x) * back[:, :, None], error <= self.tolerance, error)
+        return Root(symmetrize(matrix_power(x, ratio.numerator)) * back[:, :, None], error <= self.tolerance, error)
 
     def _iterate(self, m: Tensor, p: int) -> tuple[Tensor, Tensor]:
         """`m^(-1/p)` and its error [n]."""
         eye = eye_like(m)
-        x, error, terms = eye.expand_as(m), _distance(m, eye), series(p, self.order)
+        x, error, terms = eye.expand_as(m), (eye - m).abs().amax((1, 2)), series(p, self.order)
         active = torch.ones_like(error, dtype=torch.bool)
         for _ in range(self.iterations):
             t = polynomial(terms, eye - m)
             new_m = product(matrix_power(t, p), m)
-            new_error = _distance(new_m, eye)
+            new_error = (eye - new_m).abs().amax((1, 2))
             active = active & (new_error < SLACK * error)
             x = torch.where(active[:, None, None], product(x, t), x)
             m = torch.where(active[:, None, None], new_m, m)
@@ -86,24 +85,55 @@ class Coupled(RootSolver):
         return x, error
 
 
-def fraction(e: float) -> Fraction:
-    """`e` as `s/p` with small integers; raises ValueError if there are none."""
+@final
+@dataclass(frozen=True)
+class Newton(Coupled):
+    """The coupled iteration of order 2, `T = ((p + 1) I - M) / p`. Its rounds are the cheapest, and it needs the most.
+
+    >>> Newton(iterations=40).check(0.455)
+    Traceback (most recent call last):
+    ValueError: exponent=0.455 is not s/p with s <= 8 and p <= 32, which coupled iterations need; use ...
+    """
+
+    name: ClassVar[str] = "newton"
+
+    @property
+    def order(self) -> int:
+        return 2
+
+
+@final
+@dataclass(frozen=True)
+class HigherOrder(Coupled):
+    """The coupled iteration with `order` terms. Each term costs one product per round and saves rounds. Order 2 is Newton.
+
+    >>> HigherOrder(order=4).check(0.5)  # an inverse square root is fine
+    """
+
+    name: ClassVar[str] = "higher_order"
+    order: int = 3
+    iterations: int = 18
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (isinstance(self.order, int) and self.order >= 2):
+            raise ValueError(f"order={self.order!r} must be an integer >= 2")
+
+
+def supports(e: float) -> bool:
+    """Whether coupled iterations and `minimax` can do the exponent: it must be `s/p` with small integers."""
     ratio = Fraction(e).limit_denominator(MAX_P)
-    if ratio.numerator < 1 or ratio.numerator > MAX_S or abs(float(ratio) - e) > 1e-9 * e:
+    return 1 <= ratio.numerator <= MAX_S and abs(float(ratio) - e) <= 1e-9 * e
+
+
+def fraction(e: float) -> Fraction:
+    """`e` as `s/p`. Raises ValueError if it is not supported."""
+    if not supports(e):
         raise ValueError(
             f"exponent={e!r} is not s/p with s <= {MAX_S} and p <= {MAX_P}, which coupled iterations need; "
             'use root="eigh", which takes every exponent'
         )
-    return ratio
-
-
-def supports(e: float) -> bool:
-    """Whether coupled iterations, and `minimax`, can do the exponent."""
-    try:
-        fraction(e)
-    except ValueError:
-        return False
-    return True
+    return Fraction(e).limit_denominator(MAX_P)
 
 
 def series(p: int, order: int) -> list[float]:
@@ -115,13 +145,9 @@ def series(p: int, order: int) -> list[float]:
 
 
 def polynomial(terms: list[float], r: Tensor) -> Tensor:
-    """`sum_j terms[j] r^j` for a stack, by Horner; at least two terms."""
+    """`sum_j terms[j] r^j` for a stack, by Horner's rule. It takes at least two terms."""
     eye = eye_like(r)
     t = terms[-2] * eye + terms[-1] * r
     for c in reversed(terms[:-2]):
         t = c * eye + product(r, t)
     return t
-
-
-def _distance(m: Tensor, eye: Tensor) -> Tensor:
-    return (eye - m).abs().amax((1, 2))

@@ -16,8 +16,7 @@ from .base import Basis, EigenSolver, Root, RootSolver, lift, settle
 
 WORKERS = 8  # threads, each with a stream; one matrix leaves most of a GPU idle
 SMALL = 32  # up to this size the library itself is batched
-# At these sizes (and below) torch on CUDA uses Jacobi's method in float32. Its method in float64 is about as fast here.
-IN_FLOAT64 = range(128, 513)
+IN_FLOAT64 = range(128, 513)  # on CUDA, where torch is about as fast in float64: up to 512 it uses Jacobi's method in float32
 
 
 @final
@@ -26,9 +25,8 @@ class Eigh(EigenSolver):
     """`A = Q diag(lambda) Q^T`, then `X = Q diag((lambda - min(lambda_min, 0) + eps)^(-e)) Q^T`.
 
     On a CPU, and on CUDA for sizes from 128 to 512, the work is done in float64. Elsewhere a slot is solved again in float64
-    if its decomposition fails, or is inaccurate in float32. It is not ok only if that fails too. To find such slots takes one
-    host read per call, in addition to the error check inside `torch.linalg.eigh`. The residual is
-    `||Q diag(lambda) Q^T - A||_F / ||A||_F`.
+    if its decomposition fails or is inaccurate in float32, and is not ok only if that fails too. Finding such slots takes one
+    host read per call. The residual is `||Q diag(lambda) Q^T - A||_F / ||A||_F`.
 
     >>> Eigh()(16 * torch.eye(2).expand(1, 2, 2), e=0.25, eps=1e-12, state={}).value[0].diagonal()
     tensor([0.5000, 0.5000])
@@ -52,12 +50,8 @@ class Eigh(EigenSolver):
 
 
 def _working(a: Tensor) -> Tensor:
-    """`a` in float64 where that costs little more.
-
-    Eigenvectors in float32 are the largest error of a root: at condition 1e4 they cause 2e-4, the rounding of `a` itself 3e-6.
-    Those of Jacobi's method are less accurate still. Many slots would have to be solved again.
-    """
-    cheap = a.device.type == "cpu" or (a.is_cuda and a.shape[-1] in IN_FLOAT64)
+    """`a` in float64 where that is cheap. At condition 1e4 float32 eigenvectors cost a root 2e-4, and the rounding of `a` 3e-6."""
+    cheap = a.is_cpu or (a.is_cuda and a.shape[-1] in IN_FLOAT64)
     return a.double() if cheap else a
 
 
@@ -65,20 +59,14 @@ def decompose(a: Tensor) -> Basis:
     """Eigenbasis of normalised, finite `a` [n, d, d]. Slots that float32 solves badly are solved again in float64."""
     bound = 32 * torch.finfo(a.dtype).eps * a.shape[-1] ** 0.5  # about 30 times the usual error
     first = _attempt(a, bound)
-    if a.dtype == torch.float64:
-        return first
-    bad = (~first.ok).nonzero().squeeze(1)  # the host read
-    if bad.numel() == 0:
+    if a.dtype == torch.float64 or not len(bad := (~first.ok).nonzero().squeeze(1)):  # the host read
         return first
     again = _attempt(a[bad].double(), bound)
     return Basis(*(old.index_copy(0, bad, new.to(old.dtype)) for old, new in zip(first, again, strict=True)))
 
 
 def _attempt(a: Tensor, bound: float) -> Basis:
-    """Slots are ok if their residual and their loss of orthogonality are at most `bound`.
-
-    The residual alone is not enough: the columns that matter most in the root matter least in the residual.
-    """
+    """Slots are ok up to this residual and loss of orthogonality. What matters most in a root matters least in the residual."""
     values, q = _eigh(a)
     size = torch.linalg.vector_norm(a, dim=(1, 2)).clamp(min=1.0)  # a normalised matrix is 0 or has norm >= 1
     residual = torch.linalg.vector_norm(product(q * values[:, None, :], q.mT) - a, dim=(1, 2)) / size
@@ -87,7 +75,7 @@ def _attempt(a: Tensor, bound: float) -> Basis:
 
 
 def _eigh(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Values (descending) and vectors. One failing matrix fails the batched call; then each is solved alone."""
+    """Values (descending) and vectors. If one matrix fails, the batched call fails, and each matrix is solved alone."""
     try:
         many = a.is_cuda and len(a) > 1 and a.shape[-1] > SMALL
         values, q = _on_streams(a) if many else factorize(torch.linalg.eigh, a)
@@ -127,12 +115,8 @@ def _workers(device: torch.device) -> tuple[ThreadPoolExecutor, list[Any]]:
 
 
 def _eigh_alone(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Values (ascending) and vectors of one matrix [1, d, d]; NaN if it fails.
-
-    LAPACK fails on some factors with many zero rows, such as those of an embedding with tokens not seen yet. It does not
-    fail on the same matrix shifted off zero.
-    """
-    for shift in (0.0, 2.0**-10):
+    """Values (ascending) and vectors of one matrix [1, d, d]; NaN if it fails."""
+    for shift in (0.0, 2.0**-10):  # LAPACK fails on some factors with many zero rows, but not on the same factors off zero
         try:
             values, q = torch.linalg.eigh(a + shift * eye_like(a))
             return values - shift, q
@@ -141,21 +125,16 @@ def _eigh_alone(a: Tensor) -> tuple[Tensor, Tensor]:
     return torch.full_like(a[..., 0], torch.nan), torch.full_like(a, torch.nan)
 
 
-# What other solvers give up on.
-
-
 def solve(solver: RootSolver, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
     """The solver's roots. On a CPU, slots that the solver gives up on are solved again by eigh in float64.
 
-    On an accelerator that check would make the host wait. There such slots come back as not ok. The caller learns of it
-    later and passes them to :func:`rescue`.
+    On other devices the check would make the host wait. There such slots are not ok, and the caller passes them to :func:`rescue`
+    later.
     """
     root = solver(a, e, eps, state)
-    if isinstance(solver, Eigh) or not a.is_cpu:
+    if isinstance(solver, Eigh) or not a.is_cpu or root.ok.all():
         return root
     bad = (~root.ok).nonzero().squeeze(1)
-    if bad.numel() == 0:
-        return root
     warm = {role: value[bad] for role, value in state.items()}
     rescued = rescue(a[bad], e, eps[bad] if isinstance(eps, Tensor) else eps, warm)
     state |= {role: old.index_copy(0, bad, warm[role]) for role, old in state.items()}
@@ -177,11 +156,9 @@ def solve_basis(solver: RootSolver, a: Tensor, state: dict[str, Tensor]) -> Basi
     """The solver's eigenbases. Slots that it gives up on are treated as in :func:`solve`."""
     assert isinstance(solver, EigenSolver)
     basis = solver.basis(a, state)
-    if isinstance(solver, Eigh) or not a.is_cpu:
+    if isinstance(solver, Eigh) or not a.is_cpu or basis.ok.all():
         return basis
     bad = (~basis.ok).nonzero().squeeze(1)
-    if bad.numel() == 0:
-        return basis
     return Basis(*(old.index_copy(0, bad, new) for old, new in zip(basis, rescue_basis(a[bad]), strict=True)))
 
 

@@ -1,19 +1,45 @@
-"""The root in a basis that is nearly an eigenbasis, exact to first order in the entries off the diagonal."""
+"""Solvers that follow a basis, and the root in it: exact to first order in the entries that it leaves off the diagonal."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..linalg import per_slot, power, product, symmetrize
-from .base import lift
+from .base import EigenSolver, lift
 
 CAP = 0.5  # largest entry of a correction
 FLOOR = 4.0  # an eigenvalue below this many roundings of the largest is not resolved
 
 
+class Frame(NamedTuple):
+    q: Tensor  # [n, d, d] orthogonal; may be NaN where that failed
+    s: Tensor  # [n, d, d] = q^T a q
+    residual: Tensor  # [n]
+
+
+@dataclass(frozen=True)
+class Follower(EigenSolver):
+    """A solver that starts from the basis of its last call, `state["Q"]`."""
+
+    iterations: int = 2
+    tolerance: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.iterations, int) and self.iterations >= 1):
+            raise ValueError(f"iterations={self.iterations!r} must be a positive integer")
+        if not self.tolerance > 0:
+            raise ValueError(f"tolerance={self.tolerance!r} must be positive; inf accepts any residual")
+
+    def init(self, n: int, d: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
+        return first_basis(n, d, dtype, device)
+
+
 def first_basis(n: int, d: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
-    """The first warm start of a solver that follows a basis: the identity, for `n` slots."""
+    """The first warm start of a solver that follows a basis: the identity."""
     q = torch.zeros(n, d, d, dtype=dtype, device=device)
     diagonal(q).fill_(1)
     return {"Q": q}
@@ -24,10 +50,15 @@ def diagonal(s: Tensor) -> Tensor:
     return s.diagonal(dim1=1, dim2=2)
 
 
+def project(a: Tensor, q: Tensor) -> Tensor:
+    """`q^T a q` for symmetric `a`."""
+    return symmetrize(product(q.mT, product(a, q)))
+
+
 def coupling(s: Tensor, ridge: Tensor, floor: float = FLOOR) -> Tensor:
     """`K_ij = S_ij / sqrt(m_i m_j)` off the diagonal and zero on it, for `s` [n, d, d] and `ridge` [n, 1, 1].
 
-    `m_i = S_ii - min(S_jj, 0) + ridge`, and at least `floor` roundings of the largest `S_jj`. Smaller values are noise.
+    `m_i = S_ii - min(S_jj, 0) + ridge`, but at least `floor` roundings of the largest `S_jj`: smaller values are noise.
     """
     values = diagonal(s)
     noise = floor * torch.finfo(s.dtype).eps * values.amax(1, keepdim=True)
@@ -53,15 +84,10 @@ def correction(values: Tensor, k: Tensor, e: float) -> Tensor:
     """`E = phi * k`, clamped to `|E| <= 1/2`, for ridged eigenvalues [n, d] in float64.
 
     `phi_ij = -sinh(e r / 2) / sinh(r / 2)`, `r = log(v_j / v_i)`, equals `f[v_i, v_j] sqrt(v_i v_j / (f_i f_j))`. It is
-    computed as `(g_j/g_i - g_i/g_j) / (t_j/t_i - t_i/t_j)`, `g = v^(-e/2)`, `t = v^(1/2)`. It is even in `r`. So below
+    computed as `(g_j/g_i - g_i/g_j) / (t_j/t_i - t_i/t_j)`, `g = v^(-e/2)`, `t = v^(1/2)`. It is even in `r`, so below
     `r = eps_machine^(1/3)` its limit `-e` is as accurate as the quotient is above.
     """
-    top = _antisymmetric_ratio(power(values, -e / 2).to(k.dtype))
-    bottom = _antisymmetric_ratio(power(values, 0.5).to(k.dtype))
+    g, t = power(values, -e / 2).to(k.dtype), power(values, 0.5).to(k.dtype)
+    top, bottom = (ratio - ratio.mT for ratio in (g[:, None, :] / g[:, :, None], t[:, None, :] / t[:, :, None]))
     near = bottom.abs() < torch.finfo(k.dtype).eps ** (1 / 3)
     return (torch.where(near, -e, top / bottom) * k).clamp(-CAP, CAP)
-
-
-def _antisymmetric_ratio(x: Tensor) -> Tensor:
-    ratio = x[:, None, :] / x[:, :, None]
-    return ratio - ratio.mT

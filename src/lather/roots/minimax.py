@@ -41,13 +41,13 @@ class Minimax(RootSolver):
     With `t = m^(1/p)` for an eigenvalue `m` of `M`, a step maps `t` to `h(t) = a t + b t^(p+1) + c t^(2p+1)`. Its
     coefficients minimise `E = max |1 - h|` over the interval that holds all `t`. The next interval is `[1 - E, 1 + E]`. No
     other step of this form leaves a smaller ratio of the largest to the smallest eigenvalue, and the next step depends on
-    this ratio only. The first interval is `[kappa^(-1/p), 1]` with `kappa = 1 + 1/relative_eps`. All coefficients follow
-    from it, and so does the number of steps: the smallest that ends with `E <= tolerance / 10`. For p = 4 it is four up to
-    kappa = 4e4 (16 products) and five up to 1e6.
+    this ratio only. The first interval is `[kappa^(-1/p), 1]` with `kappa = 1 + 1/relative_eps`. It determines all
+    coefficients and the number of steps, the smallest that ends with `E <= tolerance / 10`: for p = 4, four up to kappa = 4e4
+    (16 products) and five up to 1e6.
 
     `relative_eps`: `ridge = max(eps, relative_eps * z)`, `z = 1.02 ||A^2||_F^(1/2) >= lambda_max`. Where `eps` is the smaller
     one, this damps more than was asked for. Rounding is amplified by up to `1 / relative_eps`. In float32 and over many decades
-    of spectrum the error of `X` on a gradient is 2e-3 with the default. With 1e-6 it is up to 0.2, which is not ok.
+    of spectrum the error of `X` on a gradient is 2e-3 with the default, and up to 0.2 with 1e-6, which is not ok.
     `tolerance`: the largest residual that is ok. The residual estimates the root mean square, over eigenvectors, of the
     relative error of `X`, including rounding. On 8 fixed sign vectors `V` it is `(s/p) ||(X^p M - I) V||_F / ||V||_F`, at most 1.
 
@@ -156,11 +156,8 @@ class Minimax(RootSolver):
 def _residual(times_x: Times, times_m: Times, v: Tensor, p: int) -> Tensor:
     """`||(X^p M - I) V||_F / (p ||V||_F)` [n]. The products with a few vectors cost almost nothing."""
     y = v
-    for _ in range(p // 2):
-        y = times_x(y)
-    y = times_m(y)  # in the middle; otherwise y would span the whole range of X^p
-    for _ in range(p - p // 2):
-        y = times_x(y)
+    for k in range(p + 1):
+        y = times_m(y) if k == p // 2 else times_x(y)  # M in the middle: otherwise y would span the whole range of X^p
     norm: Tensor = torch.linalg.vector_norm(y - v, dim=(1, 2))
     return norm / (p * math.sqrt(v.shape[1] * PROBES))
 
@@ -175,9 +172,7 @@ def _signs(like: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def schedule(p: int, kappa: float, tolerance: float) -> tuple[Step, ...]:
-    """The fewest steps that take every eigenvalue in [1/kappa, 1] to within `tolerance` of 1.
-
-    Each step is the best one for the interval that the step before it leaves.
+    """The fewest steps that take every eigenvalue in [1/kappa, 1] to within `tolerance` of 1. Each is the best after the last.
 
     >>> [round(x, 4) for x in schedule(4, 1e4, 1e-3)[0][:3]]
     [3.85, -10.8539, 8.6189]
@@ -195,29 +190,19 @@ def best_step(p: int, low: float, high: float) -> Step:
     the two ends and the two zeros of `h'`. Remez' algorithm solves for `a, b, c, E` at four points and moves the inner two to
     the zeros. If the interval is so narrow that the four equations are nearly dependent, the series at 1 is as good.
     """
-    if high - low < 2e-3:
-        return _series_step(p, max(high - 1, 1 - low))
+    if high - low < 2e-3:  # three terms of (1 - r)^(-1/p), in powers of m = 1 - r
+        c0, c1, c2, c3 = series(p, 4)
+        return Step(c0 + c1 + c2, -c1 - 2 * c2, c2, c3 * (p * max(high - 1, 1 - low)) ** 3)
     inner = [low + f * (high - low) for f in (0.25, 0.75)]
     for _ in range(100):
         points = [low, *inner, high]
         a, b, c, error = _solve([[t, t ** (p + 1), t ** (2 * p + 1), (-1.0) ** i, 1.0] for i, t in enumerate(points)])
-        before, inner = inner, _extrema(p, a, b, c)
+        half, lead = -(p + 1) * b / 2, (2 * p + 1) * c  # h'(t) = a - 2 half t^p + lead t^(2p)
+        spread = math.sqrt(half * half - lead * a)
+        before, inner = inner, [((half - spread) / lead) ** (1 / p), ((half + spread) / lead) ** (1 / p)]
         if max(abs(t - s) for t, s in zip(inner, before, strict=True)) < 1e-9 * (high - low):
             break
     return Step(a, b, c, error)
-
-
-def _series_step(p: int, width: float) -> Step:
-    """The first three terms of `(1 - r)^(-1/p)` in powers of `m = 1 - r`."""
-    c0, c1, c2, c3 = series(p, 4)
-    return Step(c0 + c1 + c2, -c1 - 2 * c2, c2, c3 * (p * width) ** 3)
-
-
-def _extrema(p: int, a: float, b: float, c: float) -> list[float]:
-    """The two `t` with `h'(t) = a + (p + 1) b t^p + (2p + 1) c t^(2p) = 0`."""
-    half, lead = -(p + 1) * b / 2, (2 * p + 1) * c
-    spread = math.sqrt(half * half - lead * a)
-    return [((half - spread) / lead) ** (1 / p), ((half + spread) / lead) ** (1 / p)]
 
 
 def _solve(rows: list[list[float]]) -> list[float]:

@@ -24,10 +24,10 @@ MARGIN = 1.01  # products in 11 bits may raise a singular value by this; above i
 class Polar(ABC):
     """A frozen dataclass whose fields are its options. Calling it computes polar factors.
 
-    The call takes a stack `g` [n, rows, columns] in float32 or float64 and returns one in that dtype. It works on the
-    smaller side. A Frobenius norm below `eps` counts as `eps`; above it, the scale of a slot does not matter. A singular
-    value of zero stays zero, so a zero slot stays zero. A slot that is not finite gives a result that is not finite, and
-    does not affect the others. On one CPU thread a slot gets the same bits in every stack.
+    The call takes a stack `g` [n, rows, columns] in float32 or float64 and returns one in that dtype. A Frobenius norm below
+    `eps` counts as `eps`; above it, the scale of a slot does not matter. A singular value of zero stays zero. A slot that is not
+    finite gives a result that is not finite, and does not affect the others. On one CPU thread a slot gets the same bits in every
+    stack.
     """
 
     name: ClassVar[str]
@@ -50,7 +50,7 @@ class Polar(ABC):
 
     @abstractmethod
     def _polar(self, x: Tensor) -> Tensor:
-        """For wide matrices of Frobenius norm 1, or less if it was below `eps`. On a CPU `linalg.aligned` has padded them."""
+        """For wide matrices of Frobenius norm at most 1. On a CPU `linalg.aligned` has padded them."""
 
 
 class _Products(Polar):
@@ -83,7 +83,7 @@ class NewtonSchulz(_Products):
     """Muon's iteration: the same quintic in every step.
 
     Five steps take all singular values above 0.002 of the Frobenius norm to between 0.68 and 1.21. More steps do not bring
-    them much closer to 1. A gradient is divided by its norm, or by `eps` if that is larger.
+    them much closer to 1.
 
     >>> NewtonSchulz()(torch.diag(torch.tensor([3.0, 1.0]))[None]).squeeze().diagonal() > 0.68
     tensor([True, True])
@@ -118,7 +118,7 @@ class PolarExpress(_Products):
 
     The first quintic is the best for `[lower, 1]`, because the Frobenius norm is 1. Every other one is the best for the
     interval that the step before it leaves. The upper ends are raised by 1% to allow for rounding. With `lower = 1e-3`, singular
-    values of at least 1e-3 end within 0.125 of 1 after five steps and within 0.0014 after six. Smaller ones end smaller.
+    values of at least 1e-3 end within 0.125 of 1 after five steps and within 0.0014 after six. Smaller ones end further away.
 
     >>> [round(x, 4) for x in PolarExpress().quintics()[0]]
     [8.3869, -24.3713, 17.7264]
@@ -153,7 +153,7 @@ def _best_quintics(steps: int, lower: float) -> tuple[Quintic, ...]:
 class Svd(Polar):
     """By the singular value decomposition. It is exact and slow, and on CUDA the host waits for it.
 
-    Singular values below `max(rows, columns)` times the dtype's `eps` times the largest may be rounding. They count as zero.
+    Singular values below `max(rows, columns)` roundings of the largest count as zero.
     """
 
     name: ClassVar[str] = "svd"

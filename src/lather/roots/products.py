@@ -1,9 +1,9 @@
-"""The one product that polynomial iterations use, in one place so that a device can have its own.
+"""The product that polynomial iterations use: float32 on most devices, halves on GPUs that run our kernels.
 
-On a GPU float32 products are slow, and TF32 ones lose what is below a thousandth of the largest entry. There, a matrix is
-split into two halves of 16 bits, 22 bits together. Tensor cores multiply them with float32 sums, in three products of
-halves. Only one triangle of the result is computed. On an H200 and for d = 1024 that takes a sixth of the time of float32.
-Entries must be within the range of a half, 6e-8 to 65504.
+On a GPU float32 products are slow, and TF32 loses what is below a thousandth of the largest entry. So a matrix is split into
+two halves of 16 bits, which hold 22 bits together. Tensor cores multiply them with float32 sums, in three products of halves.
+Only one triangle of the result is computed. On an H200 and for d = 1024 that takes a sixth of the time of float32. Entries
+must be within the range of a half, 6e-8 to 65504.
 """
 
 from __future__ import annotations
@@ -18,20 +18,16 @@ from .. import linalg
 from ..kernels.schema import CombineTerms
 from ..linalg import symmetrize
 
-ENOUGH = 160 << 10  # bytes of shared memory per program that allow three stages
+ENOUGH = 160 << 10  # bytes of shared memory for three stages, which take 128 KiB on an A100 and 192 KiB on an H200
 
 
 def product(
     x: Tensor, y: Tensor, alpha: float = 1.0, add: Tensor | None = None, beta: float = 0.0, diagonal: float = 0.0
 ) -> Tensor:
-    """`alpha x y + beta add + diagonal I` [n, d, d] for symmetric `x`, `y`, `add`, where `x` and `y` commute.
-
-    The exact result is symmetric. This one is symmetric to the bit, because an iteration that carries along the skew part
-    of the rounding may amplify it.
-    """
+    """`alpha x y + beta add + diagonal I` [n, d, d] for symmetric `x`, `y`, `add`, where `x` and `y` commute."""
     if x.dtype == torch.float16:
         return _product_of_halves(x, y, alpha, add, beta, diagonal)
-    z = symmetrize(linalg.product(x, y, None, add, alpha, beta))
+    z = symmetrize(linalg.product(x, y, None, add, alpha, beta))  # to the bit: an iteration may amplify a skew part
     if diagonal:
         z.diagonal(dim1=1, dim2=2).add_(diagonal)
     return z
@@ -43,7 +39,7 @@ def matrix_power(x: Tensor, p: int) -> Tensor:
 
 
 def times_power(x: Tensor, p: int, y: Tensor) -> Tensor:
-    """`x^p y` for p >= 1 and a commuting pair, as `x^(p/2) (x^(p/2) y)`. Each factor spans half the decades of `x^p`."""
+    """`x^p y` for p >= 1 and `x`, `y` that commute, as `x^(p/2) (x^(p/2) y)`: each factor spans half the decades of `x^p`."""
     if p % 2:
         return product(x, times_power(x, p - 1, y) if p > 1 else y)
     half = matrix_power(x, p // 2)
@@ -56,15 +52,11 @@ def product_count(p: int) -> int:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether our kernels run on `device`. They need Triton and an NVIDIA GPU, Ampere or later.
-
-    A GPU that is not in use, as in a plan on paper, counts as one of these.
-    """
+    """Whether our kernels run: they need Triton and an NVIDIA GPU, Ampere or later. A GPU that is not in use counts as one."""
     if device.type != "cuda" or torch.version.hip or not _has_triton():
         return False
-    used = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-    known = used and (device.index or 0) < torch.cuda.device_count()
-    return not known or torch.cuda.get_device_capability(device) >= (8, 0)
+    used = torch.cuda.is_initialized() and (device.index or 0) < torch.cuda.device_count()  # type: ignore[no-untyped-call]
+    return not used or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @lru_cache
@@ -74,11 +66,7 @@ def _has_triton() -> bool:
 
 @lru_cache
 def stages(device: torch.device) -> int:
-    """How far ahead a kernel with products loads its tiles.
-
-    Three stages take 128 KiB of shared memory on an A100, where a program has 163 KiB, and 192 of 227 KiB on an H200. Two take
-    half of that, because desktop GPUs have 99 KiB.
-    """
+    """How far ahead a kernel with products loads its tiles: two stages, or three where there is enough shared memory."""
     if device.type != "cuda":
         return 2
     memory = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
@@ -97,8 +85,8 @@ def encode(x: Tensor, scale: Tensor) -> Tensor:
 
     n, d, _ = x.shape
     ld = -(-d // _side(d)) * _side(d)
-    halves = x.new_empty((n, 2, ld, ld), dtype=torch.float16)
-    dense.split[_rows(n, ld)](x.contiguous(), scale.contiguous(), halves, d, ld, ld * ld, BLOCK=_block(ld))
+    block, halves = _block(ld), x.new_empty((n, 2, ld, ld), dtype=torch.float16)
+    dense.split[ld, n, -(-ld // block)](x.contiguous(), scale.contiguous(), halves, d, ld, ld * ld, BLOCK=block)
     return halves
 
 
@@ -107,8 +95,8 @@ def decode(x: Tensor, scale: Tensor, d: int) -> Tensor:
     from ..kernels import dense
 
     n, _, ld, _ = x.shape
-    out = x.new_empty((n, d, d), dtype=torch.float32)
-    dense.join[d, n, -(-ld // _block(ld))](x, scale.contiguous(), out, d, ld, ld * ld, BLOCK=_block(ld))
+    block, out = _block(ld), x.new_empty((n, d, d), dtype=torch.float32)
+    dense.join[d, n, -(-ld // block)](x, scale.contiguous(), out, d, ld, ld * ld, BLOCK=block)
     return out
 
 
@@ -128,17 +116,13 @@ def combine(x: Tensor, y: Tensor, terms: CombineTerms) -> tuple[Tensor, Tensor]:
     from ..kernels import dense
 
     n, _, ld, _ = x.shape
-    first, second = torch.empty_like(x), torch.empty_like(x)
-    dense.combine[_rows(n, ld)](x, y, torch.stack(terms), first, second, ld, ld * ld, n, BLOCK=_block(ld))
+    block, first, second = _block(ld), torch.empty_like(x), torch.empty_like(x)
+    dense.combine[ld, n, -(-ld // block)](x, y, torch.stack(terms), first, second, ld, ld * ld, n, BLOCK=block)
     return first, second
 
 
 def _block(ld: int) -> int:
     return min(1024, 1 << (ld - 1).bit_length())
-
-
-def _rows(n: int, ld: int) -> tuple[int, int, int]:
-    return ld, n, -(-ld // _block(ld))
 
 
 def _side(d: int) -> int:
@@ -148,9 +132,9 @@ def _side(d: int) -> int:
 def _product_of_halves(x: Tensor, y: Tensor, alpha: float, add: Tensor | None, beta: float, diagonal: float) -> Tensor:
     from ..kernels import dense
 
-    n, _, d, _ = x.shape
+    (n, _, d, _), out = x.shape, torch.empty_like(x)
     side = _side(d)
-    tiles, out = d // side * (d // side + 1) // 2, torch.empty_like(x)
+    tiles = d // side * (d // side + 1) // 2
     dense.symmetric[n * tiles,](
         x, y, x if add is None else add, out, d, d * d, tiles, alpha, beta, diagonal,
         ADD=add is not None, SIDE=side, DEPTH=64, num_warps=8 if side == 128 else 4, num_stages=stages(x.device),

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from ..linalg import eye_like, factorize, normalize, per_slot, power, product, symmetrize
-from .base import Basis, EigenSolver, Root, lift, settle
+from .base import Basis, Root, lift, settle
 from .eigh import decompose
-from .firstorder import correction, coupling, diagonal, first_basis
-
-
-class Frame(NamedTuple):
-    q: Tensor  # [n, d, d] orthogonal
-    s: Tensor  # [n, d, d] = q^T a q, diagonal descending
-    residual: Tensor  # [n]
+from .firstorder import Follower, Frame, correction, coupling, diagonal, project
 
 
 @final
 @dataclass(frozen=True)
-class Qr(EigenSolver):
+class Qr(Follower):
     """`iterations` rounds of `Q <- qr(A Q)` from the last basis, then `X = Q F Q^T` with `S = Q^T A Q` and
 
     `F_ij = sqrt(f_i f_j) (delta_ij + phi_ij K_ij)`, `f_i = (lambda_i + eps)^(-e)`, `lambda = diag S`,
@@ -33,26 +27,16 @@ class Qr(EigenSolver):
 
     The residual is the largest row norm of `K`. Eigenvalues below the rounding of `S` count as noise. The relative
     error of the root is up to half the square of the residual for e = 1/2, and a quarter for e = 1/4 (measured).
-    Slots with a residual above `tolerance` (a cold start, a factor that moved far) get their basis from eigh. To
-    find them takes one host read per call, plus those of eigh if there are any; `tolerance=inf` skips this. A slot
-    whose `F` is not positive definite is not ok.
+    Slots with a residual above `tolerance` (a cold start, a factor that moved far) get their basis from eigh. Finding
+    them takes one host read per call, plus those of eigh if there are any; `tolerance=inf` skips this. A slot whose `F`
+    is not positive definite is not ok.
 
     >>> list(Qr(iterations=1).init(n=4, d=8, dtype=torch.float32, device="cpu"))  # what it keeps
     ['Q']
     """
 
     name: ClassVar[str] = "qr"
-    iterations: int = 2
     tolerance: float = 0.2
-
-    def __post_init__(self) -> None:
-        if not (isinstance(self.iterations, int) and self.iterations >= 1):
-            raise ValueError(f"iterations={self.iterations!r} must be a positive integer")
-        if not self.tolerance > 0:
-            raise ValueError(f"tolerance={self.tolerance!r} must be positive; inf never falls back to eigh")
-
-    def init(self, n: int, d: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
-        return first_basis(n, d, dtype, device)
 
     def flops(self, d: int) -> float:
         return d**3 * (14 / 3 * self.iterations + 8.3)
@@ -73,13 +57,17 @@ class Qr(EigenSolver):
         return Basis(q, diagonal(s) * scale.squeeze(-1), torch.isfinite(residual), residual)
 
     def _frame(self, a: Tensor, ridge: Tensor, state: dict[str, Tensor]) -> Frame:
-        """The new basis, which also becomes the warm start."""
+        """The new basis, which also becomes the warm start. The diagonal of `s` is in descending order."""
         q = state["Q"]
         for _ in range(self.iterations):
-            q = _round(a, q)
-        q, s = _project(a, q)
+            b = product(a, q)
+            order = (q * b).sum(1).argsort(dim=1, descending=True, stable=True)  # track.iterate says why
+            q = factorize(torch.linalg.qr, b.take_along_dim(order[:, None, :], 2))[0]
+        s = project(a, q)
+        order = diagonal(s).argsort(dim=1, descending=True, stable=True)
+        s = s.take_along_dim(order[:, :, None], 1).take_along_dim(order[:, None, :], 2)
         residual = torch.linalg.vector_norm(coupling(s, ridge, floor=a.shape[-1]), dim=2).amax(1)
-        frame = self._rescued(a, Frame(q, s, residual))
+        frame = self._rescued(a, Frame(q.take_along_dim(order[:, None, :], 2), s, residual))
         state["Q"] = settle(frame.q, torch.isfinite(frame.residual))[0]
         return frame
 
@@ -92,18 +80,3 @@ class Qr(EigenSolver):
         exact = decompose(a[bad])
         fixed = Frame(exact.vectors, torch.diag_embed(exact.values), exact.residual)
         return Frame(*(old.index_copy(0, bad, new) for old, new in zip(frame, fixed, strict=True)))
-
-
-def _round(a: Tensor, q: Tensor) -> Tensor:
-    """One orthogonal iteration. `track.iterate` says why columns are sorted."""
-    b = product(a, q)
-    order = (q * b).sum(1).argsort(dim=1, descending=True, stable=True)
-    return factorize(torch.linalg.qr, b.take_along_dim(order[:, None, :], 2))[0]
-
-
-def _project(a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """`q` and `q^T a q` with the diagonal in descending order."""
-    s = symmetrize(product(q.mT, product(a, q)))
-    order = diagonal(s).argsort(dim=1, descending=True, stable=True)
-    s = s.take_along_dim(order[:, :, None], 1).take_along_dim(order[:, None, :], 2)
-    return q.take_along_dim(order[:, None, :], 2), s

@@ -5,19 +5,17 @@ from __future__ import annotations
 import ast
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import torch
 
 from .base import EigenSolver, RootSolver
-from .coupled import supports
+from .coupled import HigherOrder, Newton, supports
 from .eigh import Eigh
-from .higher_order import HigherOrder
 from .minimax import Minimax
-from .newton import Newton
 from .polar import NewtonSchulz, Polar, PolarExpress, Svd
 from .products import has_kernels
 from .qr import Qr
@@ -25,9 +23,6 @@ from .track import Track
 
 SOLVERS: dict[str, type[RootSolver]] = {s.name: s for s in (Eigh, Newton, HigherOrder, Minimax, Qr, Track)}
 POLARS: dict[str, type[Polar]] = {p.name: p for p in (NewtonSchulz, PolarExpress, Svd)}
-EXAMPLES = {"root": "newton(iterations=20)", "polar": "polar_express(steps=6)"}
-
-T = TypeVar("T")
 
 
 def parse(spec: str | RootSolver) -> RootSolver:
@@ -40,7 +35,7 @@ def parse(spec: str | RootSolver) -> RootSolver:
         return spec
     if spec == "auto":
         raise ValueError('root="auto" names no solver until device and exponent are known; use resolve')
-    return _parse_root(spec) if isinstance(spec, str) else _make("root", spec, SOLVERS)
+    return cast(RootSolver, (_made if isinstance(spec, str) else _make)("root", spec))
 
 
 def parse_polar(spec: str | Polar) -> Polar:
@@ -49,16 +44,14 @@ def parse_polar(spec: str | Polar) -> Polar:
     >>> parse_polar("polar_express(steps=6)")
     PolarExpress(steps=6, lower=0.001)
     """
-    if isinstance(spec, Polar):
-        return spec
-    return _parse_polar(spec) if isinstance(spec, str) else _make("polar", spec, POLARS)
+    return spec if isinstance(spec, Polar) else cast(Polar, (_made if isinstance(spec, str) else _make)("polar", spec))
 
 
 def choose(device: torch.device | str, e: float) -> RootSolver:
     """The solver that `root="auto"` stands for. This is a rule, so a plan on paper and all ranks with such a device agree.
 
-    `minimax` where our kernels run, and `newton` on other CUDA devices. `eigh` on every other device, and for exponents
-    that the other two cannot do. `benchmarks/fastest.py` measures which of them is fastest on a device.
+    It is `minimax` where our kernels run, and `newton` on other CUDA devices. It is `eigh` on all other devices, and for
+    exponents that the other two cannot do. `benchmarks/fastest.py` measures which of them is fastest on a device.
 
     >>> choose("cpu", e=1 / 4), choose("cuda", e=0.455)
     (Eigh(), Eigh())
@@ -70,14 +63,14 @@ def choose(device: torch.device | str, e: float) -> RootSolver:
 
 
 def resolve(spec: str | RootSolver, device: torch.device | str, e: float) -> RootSolver:
-    """`parse`, where `"auto"` is what :func:`choose` takes for the device and the exponent `e`."""
+    """`parse`, with :func:`choose` for `"auto"`."""
     return choose(device, e) if spec == "auto" else parse(spec)
 
 
 def resolve_basis(spec: str | RootSolver, device: torch.device | str) -> EigenSolver:
-    """`parse` for eigenbases, where `"auto"` is `eigh`, or `track` with one iteration on CUDA.
+    """`parse` for eigenbases. `"auto"` is `track` with one iteration on CUDA, where `eigh` takes matrices one by one, else `eigh`.
 
-    On CUDA `eigh` takes matrices one by one. With two iterations of `track` a transformer trained no better (docs/results.md).
+    With two iterations of `track` a transformer trained no better (docs/results.md).
 
     >>> spell(resolve_basis("auto", "cpu")), spell(resolve_basis("auto", "cuda"))
     ('eigh', 'track(iterations=1)')
@@ -92,7 +85,7 @@ def resolve_basis(spec: str | RootSolver, device: torch.device | str) -> EigenSo
 
 
 def spell(solver: RootSolver | Polar) -> str:
-    """The string that `parse` or `parse_polar` reads back. It has only the options that differ from their defaults.
+    """The string that `parse` or `parse_polar` reads back. It leaves out options that have their default values.
 
     >>> spell(Newton(iterations=20)), spell(Eigh())
     ('newton(iterations=20)', 'eigh')
@@ -102,53 +95,37 @@ def spell(solver: RootSolver | Polar) -> str:
     return f"{solver.name}({options})" if options else solver.name
 
 
-@lru_cache(maxsize=256)  # a solver is immutable, and every step asks for it
-def _parse_root(spec: str) -> RootSolver:
-    return _make("root", spec, SOLVERS)
-
-
-@lru_cache(maxsize=256)
-def _parse_polar(spec: str) -> Polar:
-    return _make("polar", spec, POLARS)
-
-
-def _make(option: str, spec: str, table: Mapping[str, type[T]]) -> T:
-    """What `spec` spells among the classes of a table; `option` is the name of the user's argument."""
-    names = ["auto", *table] if option == "root" else list(table)
+def _make(option: str, spec: str) -> RootSolver | Polar:
+    """The solver that `spec` spells. `option` is the name of the user's argument: "root" or "polar"."""
+    table: dict[str, Any] = SOLVERS if option == "root" else POLARS
+    names, example = (["auto", *table], "newton(iterations=20)") if option == "root" else ([*table], "polar_express(steps=6)")
     listed = ", ".join(map(repr, names))
-    read = _read(spec)
-    if read is None:
+    try:
+        name, options = _read(spec)
+    except (SyntaxError, ValueError, TypeError):
         raise ValueError(
             f"{option}={spec!r} cannot be read; write a name ({listed}) or a name with options, "
-            f'as in "{EXAMPLES[option]}"{_hint(str(spec), names)}'
-        )
-    name, options = read
+            f'as in "{example}"{_hint(str(spec), names)}'
+        ) from None
     if name not in table:
         raise ValueError(f"{option}={spec!r} is not a {option} solver; allowed: {listed}{_hint(name, names)}")
     try:
-        return table[name](**options)
+        return cast(RootSolver | Polar, table[name](**options))
     except (TypeError, ValueError) as error:
-        known = ", ".join(f.name for f in fields(table[name])) or "none"  # type: ignore[arg-type]
+        known = ", ".join(f.name for f in fields(table[name])) or "none"
         raise ValueError(f"{option}={spec!r}: {error}; options of {name}: {known}") from None
 
 
-def _read(spec: str) -> tuple[str, dict[str, Any]] | None:
-    """Name and options of `name` or `name(option=literal, ...)`; None for anything else."""
-    try:
-        node = ast.parse(spec, mode="eval").body
-        if isinstance(node, ast.Name):
-            return node.id, {}
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
-            return node.func.id, {_word(k.arg): _literal(k.value) for k in node.keywords}
-    except (SyntaxError, ValueError, TypeError):
-        pass
-    return None
+_made = lru_cache(maxsize=256)(_make)  # a solver is immutable, and every step asks for it
 
 
-def _word(name: str | None) -> str:
-    if name is None:
-        raise ValueError("** is not an option")
-    return name
+def _read(spec: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of `name` or `name(option=literal, ...)`. Raises SyntaxError, ValueError or TypeError for anything else."""
+    node = ast.parse(spec, mode="eval").body
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    if not isinstance(call.func, ast.Name) or call.args or any(k.arg is None for k in call.keywords):
+        raise ValueError("not a name with options")
+    return call.func.id, {str(k.arg): _literal(k.value) for k in call.keywords}
 
 
 def _literal(node: ast.expr) -> Any:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from ..linalg import column, factorize, normalize, product, symmetrize
-from .base import Basis, EigenSolver, Root, settle
-from .firstorder import coupling, diagonal, first_basis, first_order
+from ..linalg import factorize, normalize, per_slot, product
+from .base import Basis, Root, settle
+from .firstorder import Follower, Frame, coupling, diagonal, first_order, project
 from .products import has_kernels
 
-SHIFTS = (1.0, 0.1)  # one per pass of CholeskyQR, in units of d roundings
+SHIFTS = (1.0, 0.1)  # one per pass of CholeskyQR, in units of d roundings. Near one, no Cholesky of unit columns breaks down.
 NOISE = 8.0  # roundings in a product A Q
 TILE = 32  # columns that kernels eliminate at once
 ROWS = 64  # rows per program; with more it runs out of registers
@@ -21,15 +21,9 @@ PANEL = 256  # columns of a Gram matrix per product
 PIVOT = 1e-3  # least pivot of the last Cholesky. Less costs over three digits of orthogonality; sound ones are >= 1.
 
 
-class Frame(NamedTuple):
-    q: Tensor  # [n, d, d] orthogonal; NaN where that failed
-    s: Tensor  # [n, d, d] = q^T a q
-    residual: Tensor  # [n]
-
-
 @final
 @dataclass(frozen=True)
-class Track(EigenSolver):
+class Track(Follower):
     """From the last basis `Q`: `iterations` of `Q <- orth((A + mu I) Q)`, one rotation, and the root to first order.
 
     1. Orthogonal iteration with columns by descending eigenvalue. It follows large moves, because real spectra decay fast.
@@ -40,11 +34,10 @@ class Track(EigenSolver):
        without a shift is enough. It also removes the loss of orthogonality that step 1 leaves.
     3. `X = Z Z^T` with the first-order function of `S` (`firstorder.first_order`). It is never indefinite.
 
-    Every call does the same for every slot and reads nothing back. A slot that moved far continues at its next refresh. A
-    slot that was never refreshed starts from the identity. The residual is the largest row norm of
-    `S_ij / sqrt((S_ii + eps)(S_jj + eps))`, `i != j`. The relative error of the root is 0.03 to 0.1 times its
-    square for e = 1/4 (measured). A slot with a residual above `tolerance` is not ok; `roots.solve` then gives it root and
-    basis by eigh. The second iteration takes half as much time again. It makes the error of refreshes that are far apart
+    Every call does the same for every slot and reads nothing back. A slot that moved far continues at its next refresh. The
+    residual is the largest row norm of `S_ij / sqrt((S_ii + eps)(S_jj + eps))`, `i != j`. The relative error of the root is
+    0.03 to 0.1 times its square for e = 1/4 (measured). A slot with a residual above `tolerance` is not ok; `roots.solve` then
+    computes its root and basis by eigh. A second iteration takes 50% more time. If refreshes are far apart, it makes the error
     three times smaller.
 
     >>> list(Track().init(n=4, d=8, dtype=torch.float32, device="cpu"))  # what it keeps
@@ -52,17 +45,7 @@ class Track(EigenSolver):
     """
 
     name: ClassVar[str] = "track"
-    iterations: int = 2
     tolerance: float = 2.5
-
-    def __post_init__(self) -> None:
-        if not (isinstance(self.iterations, int) and self.iterations >= 1):
-            raise ValueError(f"iterations={self.iterations!r} must be a positive integer")
-        if not self.tolerance > 0:
-            raise ValueError(f"tolerance={self.tolerance!r} must be positive; inf accepts every finite root")
-
-    def init(self, n: int, d: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
-        return first_basis(n, d, dtype, device)
 
     def is_capturable(self, device: torch.device) -> bool:
         return has_kernels(device)
@@ -71,7 +54,7 @@ class Track(EigenSolver):
         return d**3 * (26 / 3 * self.iterations + 52 / 3)  # a product 2, a triangular solve 1, a Cholesky 1/3
 
     def _root(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
-        ridge = column(eps, a)
+        ridge = per_slot(eps, a)
         a, scale = normalize(a, floor=ridge)
         q, s, residual = self._frame(a, ridge / scale, state)
         return Root(first_order(q, s, scale, e, eps), residual <= self.tolerance, residual)
@@ -89,7 +72,7 @@ class Track(EigenSolver):
         for _ in range(self.iterations):
             q, mu = iterate(a, q, ridge)
         q = rotate(a, q, mu)
-        s = symmetrize(product(q.mT, product(a, q)))
+        s = project(a, q)
         # A tiny ridge turns rounding into couplings. Those between eigenvalues below d roundings carry no information.
         k = coupling(s, ridge, floor=a.shape[-1])
         residual = torch.linalg.vector_norm(k, dim=2).amax(1).nan_to_num(nan=torch.inf)
@@ -101,7 +84,7 @@ def iterate(a: Tensor, q: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
     """One orthogonal iteration with `a + mu I`: the result, nearly orthonormal, and `mu` [n, 1, 1].
 
     Columns are sorted by descending Rayleigh quotient. Orthonormalising keeps the spans of the leading columns, so in this
-    order a round continues the last one, and in another order it would undo it.
+    order a round continues the last one. In another order it would undo it.
     """
     b = product(a, q)
     order = (q * b).sum(1).argsort(dim=1, descending=True, stable=True)
@@ -117,16 +100,15 @@ def iterate(a: Tensor, q: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
 
 def rotate(a: Tensor, q: Tensor, delta: Tensor) -> Tensor:
     """`orth(q (I + K))` for nearly orthonormal `q`; NaN where `q` is not nearly orthonormal."""
-    w = q + product(q, jacobi(symmetrize(product(q.mT, product(a, q))), delta))
-    new, pivot = cholesky_qr(w, 0.0)
+    new, pivot = cholesky_qr(q + product(q, jacobi(project(a, q), delta)), 0.0)
     return new.masked_fill(~(pivot >= PIVOT)[:, None, None], torch.nan)
 
 
 def jacobi(s: Tensor, delta: Tensor) -> Tensor:
     """The skew `K` of all Jacobi rotations at once, damped by `delta` [n, 1, 1].
 
-    An entry is about `S_ij / D_ij` where that is small, and at most 1/4 where eigenvalues are close. Pairs that agree to
-    within `delta` need no rotation and get next to none.
+    An entry is about `S_ij / D_ij` where that is small, and at most 1/4 where eigenvalues are close. Eigenvalues that agree to
+    within `delta` need no rotation and get almost none.
     """
     values = diagonal(s)
     gap = values[:, None, :] - values[:, :, None]
@@ -135,11 +117,7 @@ def jacobi(s: Tensor, delta: Tensor) -> Tensor:
 
 
 def cholesky_qr(b: Tensor, shift: float) -> tuple[Tensor, Tensor]:
-    """`B R^{-1}`, `R^T R = B^T B + shift d roundings I`, and the smallest pivot `R_ii^2` [n].
-
-    For unit columns a shift near one keeps the Cholesky from breaking down. A pass lowers the condition number by up to two
-    decades.
-    """
+    """`B R^{-1}`, `R^T R = B^T B + shift d roundings I`, and the smallest pivot `R_ii^2` [n]. The condition falls by up to 100."""
     ridge = shift * b.shape[-1] * torch.finfo(b.dtype).eps
     if b.dtype == torch.float32 and has_kernels(b.device):
         return _by_tiles(b, ridge)
@@ -147,8 +125,7 @@ def cholesky_qr(b: Tensor, shift: float) -> tuple[Tensor, Tensor]:
     diagonal(g).add_(ridge)
     lower = factorize(torch.linalg.cholesky_ex, g)[0]
     pivot = diagonal(lower).amin(1)
-    (q,) = factorize(_solve, lower, b)
-    return q, pivot * pivot.abs()
+    return factorize(_solve, lower, b)[0], pivot * pivot.abs()
 
 
 def _solve(lower: Tensor, b: Tensor) -> tuple[Tensor]:
@@ -160,8 +137,8 @@ def _by_tiles(b: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
 
     Multiplying by `R^{-1}` from the right turns the Gram matrix into `L = R^T` and `B` into `Q`. So both are one matrix of `2d`
     rows, and its columns are eliminated tile by tile. Let `k` be the largest power of two that divides m. After the m-th tile,
-    the last `k` tiles are subtracted from the next `k`. When it is a tile's turn, all tiles before it have then been subtracted.
-    A slot that breaks down is NaN from that tile on.
+    the last `k` tiles are subtracted from the next `k`. So when a tile's turn comes, all tiles before it have been subtracted.
+    If a slot breaks down, its later tiles are NaN.
     """
     from ..kernels import dense
 

@@ -1,4 +1,4 @@
-"""Carries pieces of gradients to the owners of their blocks, and pieces of directions back.
+"""Carries pieces of gradients to the owners of their blocks, and pieces of directions to their holders.
 
 A collective moves one persistent buffer of bytes, so every dtype travels over every backend.
 """
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ..linalg import per_slot
-from ..planning.messages import SCALED, SIZES, Messages
+from ..planning.messages import SCALED, Messages
 from .ranks import Comm
 
 
 def encode(p: Tensor, wire: str) -> tuple[Tensor, Tensor | None]:
-    """Directions ``[n, ...]`` as they travel, and for 8 bits the scale of every slot ``[n]``. NaN stays NaN."""
+    """Directions ``[n, ...]`` as they travel and, for 8 bits, the scale of every slot ``[n]``. NaN stays NaN."""
     if wire == SCALED:
         scale = p.flatten(1).abs().amax(1).float() / 127
         steps = p / per_slot(torch.where(scale > 0, scale, 1.0).to(p.dtype), p)
@@ -33,21 +33,20 @@ def decode(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def rounded(p: Tensor, wire: str) -> Tensor:
-    """A direction that does not travel, rounded as if it did: so results do not depend on the number of ranks."""
+    """A direction that does not travel, rounded as if it did, so that results do not depend on the number of ranks."""
     return decode(*encode(p, wire), p.dtype)
 
 
 class Collective:
-    """One collective of every step: what is sent, what is received, and the work under way."""
+    """One collective of every step: what is sent, what is received, and the work in progress."""
 
-    def __init__(self, messages: tuple[Messages, Messages], wire: str, sent: Tensor, received: Tensor, comm: Comm, gather: bool):
-        """``sent`` and ``received`` are bytes, at least as many as the messages have."""
+    def __init__(self, messages: tuple[Messages, Messages], sent: Tensor, received: Tensor, comm: Comm, gather: bool = False):
+        """``sent`` and ``received`` are bytes, at least as many as the messages take."""
         self.outgoing, self.incoming = messages
         self._comm, self._gather = comm, gather
-        self.sent, self.received = (
-            memory[: each.numel * SIZES[wire]].view(getattr(torch, wire))
-            for memory, each in ((sent, messages[0]), (received, messages[1]))
-        )
+        dtype = getattr(torch, self.outgoing.wire)
+        self.sent = sent[: self.outgoing.nbytes].view(dtype)
+        self.received = received[: self.incoming.nbytes].view(dtype)
         self._work: Any = None
 
     def start(self) -> None:

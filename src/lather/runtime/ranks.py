@@ -1,4 +1,4 @@
-"""Process groups: of a team, of all ranks that must stop together, and the comparison of what ranks are about to do."""
+"""Process groups: of a team, and of all ranks that must stop together. Also compares facts between ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Ranks = tuple[int, ...]
 
 
 class Comm:
-    """The process group of a team. It is found or made on the first use, which all its ranks come to together."""
+    """The process group of a team. It is found or made on the first use, which is a collective of its ranks."""
 
     def __init__(self, ranks: Sequence[int], device: torch.device, known: Sequence[Any] = (), together: bool = False) -> None:
-        """``together``: all ranks of the world come to the first use, each for its own equal part of consecutive ranks."""
+        """``together``: the first use is a collective of the whole world, and teams are equal parts of consecutive ranks."""
         self.ranks = tuple(ranks)
         self.together = together
         self._device, self._known = device, list(known)
@@ -33,12 +33,12 @@ class Comm:
 
     @property
     def host(self) -> torch.device:
-        """Where a tensor must be for this group to send it: on the host if it can, else beside the parameters."""
+        """Where small tensors that this group sends must be: on the host if it can send from there, else with the parameters."""
         return torch.device("cpu") if self._sends("cpu") else self._device
 
     @property
     def device(self) -> torch.device:
-        """The same for what is beside the parameters and should stay there."""
+        """Where large tensors that this group sends must be: with the parameters if it can send from there, else on the host."""
         return self._device if self._sends(self._device.type) else torch.device("cpu")
 
     def _sends(self, kind: str) -> bool:
@@ -46,21 +46,19 @@ class Comm:
 
     def check_alive(self) -> None:
         group = self.group
+        cause: Exception | None = None
         try:
-            if tuple(dist.get_process_group_ranks(group)) == self.ranks:
-                return
+            alive = tuple(dist.get_process_group_ranks(group)) == self.ranks
         except (RuntimeError, ValueError, KeyError, AttributeError) as error:
-            raise RuntimeError(self._lost()) from error
-        raise RuntimeError(self._lost())
-
-    def _lost(self) -> str:
-        return (
-            f"the process group of ranks {_some(self.ranks)} that the optimizer works with was destroyed; save its state "
-            "before that, and load it into an optimizer built under the new process group"
-        )
+            alive, cause = False, error
+        if not alive:
+            raise RuntimeError(
+                f"the process group of ranks {_some(self.ranks)} that the optimizer works with was destroyed; save its state "
+                "before that, and load it into an optimizer built under the new process group"
+            ) from cause
 
     def largest(self, values: Sequence[int]) -> list[int]:
-        """Element by element the largest of what the ranks give. The host waits."""
+        """The largest of what the ranks give, element by element. The host waits."""
         return cast("list[int]", self.reduce_max(torch.tensor(values, device=self.host)).tolist())
 
     def reduce_max(self, values: Tensor) -> Tensor:
@@ -69,57 +67,44 @@ class Comm:
         return values
 
     def collect(self, value: Any) -> list[Any]:
-        """What every rank gives, in the order of the ranks; plain data."""
+        """What every rank gives, in the order of the ranks. For plain data."""
         found: list[Any] = [None] * len(self.ranks)
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():  # torch goes by it
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():  # torch sends from the current one
             dist.all_gather_object(found, value, group=self.group)
         return found
 
     def exchange(self, received: Tensor, sent: Tensor, into: Sequence[int], out: Sequence[int]) -> Any:
-        size = sent.element_size()
-        return dist.all_to_all_single(
-            received.view(torch.uint8),
-            sent.view(torch.uint8),
-            [n * size for n in into],
-            [n * size for n in out],
-            group=self.group,
-            async_op=True,
-        )
+        size, target, source = sent.element_size(), received.view(torch.uint8), sent.view(torch.uint8)
+        into, out = [n * size for n in into], [n * size for n in out]
+        return dist.all_to_all_single(target, source, into, out, group=self.group, async_op=True)
 
     def gather(self, received: Tensor, sent: Tensor) -> Any:
         name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its older name
-        call = getattr(dist, name)
-        return call(received.view(torch.uint8), sent.view(torch.uint8), group=self.group, async_op=True)
+        return getattr(dist, name)(received.view(torch.uint8), sent.view(torch.uint8), group=self.group, async_op=True)
 
-    def send(self, tensor: Tensor, place: int) -> None:
-        dist.send(tensor, self.ranks[place], group=self.group)
-
-    def receive(self, tensor: Tensor, place: int) -> None:
-        dist.recv(tensor, self.ranks[place], group=self.group)
+    def forward(self, stack: Tensor | None, n: int, like: Tensor, source: int, target: int) -> Tensor | None:
+        """Send a stack of ``n`` tensors like one from place to place. The source passes it, and the target gets it."""
+        if stack is not None:
+            dist.send(stack.contiguous().to(self.device), self.ranks[target], group=self.group)
+            return None
+        stack = torch.empty(n, *like.shape, dtype=like.dtype, device=self.device)
+        dist.recv(stack, self.ranks[source], group=self.group)
+        return stack
 
 
 class Peers:
-    """All ranks that are connected by storing parameters together, over however many meshes.
+    """All ranks that are connected by storing parameters together, over any number of meshes.
 
-    What one rank knows must reach all of them before any of them raises, or the others would wait for it. If one mesh is
-    the world, that takes one collective. Otherwise word goes from mesh to mesh, often enough to cross a mesh of meshes.
+    An error of one rank must reach all of them before any of them raises, or the others would wait for it. If one mesh is the
+    world, that takes one collective. Otherwise the error goes from mesh to mesh, often enough to cross a mesh of meshes.
     """
 
     SWEEPS = 3
 
     def __init__(self, comms: Sequence[Comm], world: Ranks) -> None:
-        """``comms``: of all meshes of this rank, in an order that ranks share; ``world``: all ranks."""
-        everyone = [comm for comm in comms if comm.ranks == world]
+        """``comms`` has all meshes of this rank that have other ranks, in an order that ranks share. ``world`` has all ranks."""
         self.comms = list(comms)
-        self._path = everyone or self.comms * self.SWEEPS
-
-    def __bool__(self) -> bool:
-        """Whether there is anybody else."""
-        return bool(self.comms)
-
-    @property
-    def device(self) -> torch.device:
-        return self.comms[0].device
+        self._path = [comm for comm in comms if comm.ranks == world] or self.comms * self.SWEEPS
 
     def reduce_max(self, values: Tensor) -> Tensor:
         for comm in self._path:
@@ -127,13 +112,13 @@ class Peers:
         return values
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on any rank. The host waits."""
+        """Whether the flag is set on any rank. The host waits."""
         for comm in self._path:
             flag = bool(comm.largest([int(flag)])[0])
         return flag
 
     def tell(self, message: str | None) -> str | None:
-        """The message of some rank that has one. The host waits."""
+        """The message of a rank that has one, the same on all ranks. The host waits."""
         if not self.any(message is not None):
             return None
         for comm in self._path:
@@ -142,50 +127,49 @@ class Peers:
 
 
 def _find_group(ranks: Ranks, known: Sequence[Any], together: bool) -> Any:
-    """A group that is there already, if one has these ranks; else a new one."""
+    """An existing group of these ranks, or a new one."""
     if not dist.is_initialized():
-        raise RuntimeError(f"the parameters are spread over ranks {_some(ranks)} but there is no process group any more")
+        raise RuntimeError(f"the process group of ranks {_some(ranks)} was destroyed; save the optimizer's state before that")
     everyone = dist.group.WORLD
-    for group in (*known, everyone):  # a group that was given has its reasons
+    for group in (*known, everyone):  # first those that the user made
         if group is not None and tuple(dist.get_process_group_ranks(group)) == ranks:
             return group
     return _split_world(everyone, len(ranks))[ranks] if together else _new_group(everyone, ranks)
 
 
-# Groups are kept as long as the world that they belong to, so that a second optimizer finds them.
+# Groups are kept as long as their world exists, so that a second optimizer finds them.
 
 
 @lru_cache(maxsize=64)
 def _split_world(everyone: Any, size: int) -> dict[Ranks, Any]:
-    """Groups of so many consecutive ranks each, made by all ranks together."""
+    """Groups of this many consecutive ranks. A collective of all ranks."""
     parts = [tuple(range(start, start + size)) for start in range(0, dist.get_world_size(), size)]
     return {part: dist.new_group(list(part)) for part in parts}
 
 
 @lru_cache(maxsize=64)
 def _new_group(everyone: Any, ranks: Ranks) -> Any:
-    """A group that only its own ranks make."""
-    _check_counts(ranks)
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+    """A group that only its own ranks make.
 
-
-def _check_counts(ranks: tuple[int, ...]) -> None:
-    """torch names a group of some ranks by how many groups each of them is in, and hangs where that differs."""
+    torch names it after the number of groups that a rank is in. If these numbers differ it would hang, so they are compared.
+    """
     store, count = dist.distributed_c10d._get_default_store(), len(dist.distributed_c10d._world.pg_names)
     key = f"lather/{'_'.join(map(str, ranks))}"
     store.set(f"{key}/{dist.get_rank()}", str(count))
     counts = {rank: int(store.get(f"{key}/{rank}")) for rank in ranks}
     if len(set(counts.values())) > 1:
         raise RuntimeError(
-            f"ranks {_some(ranks)} need a process group of their own, but are members of different numbers of groups "
-            f"({counts}), for which torch cannot make one; make it with torch.distributed.new_group({list(ranks)}) on all "
-            "ranks of the world, and pass it as process_group"
+            f"ranks {_some(ranks)} need a process group of their own, which torch cannot make because they are in different "
+            f"numbers of groups ({counts}); call torch.distributed.new_group({list(ranks)}) on all ranks of the world, and pass "
+            "it as process_group"
         )
+    return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 def difference(comm: Comm, facts: Mapping[str, str]) -> str | None:
-    """Compare facts across ranks: where they differ, every rank gets the same sentence that names the first difference."""
-    digest = hash_of(facts)
+    """Compare facts across ranks. If they differ, every rank gets the same sentence, which names the first difference."""
+    text = "\n".join(f"{label}={value}" for label, value in facts.items())
+    digest = int.from_bytes(sha256(text.encode()).digest()[:7], "big")
     high, low = comm.largest([digest, -digest])
     if high == -low:
         return None
@@ -199,11 +183,6 @@ def difference(comm: Comm, facts: Mapping[str, str]) -> str | None:
                 f"{comm.ranks[other]}; build the same model and the same optimizer on every rank of {_some(comm.ranks)}"
             )
     return None
-
-
-def hash_of(facts: Mapping[str, str]) -> int:
-    text = "\n".join(f"{label}={value}" for label, value in facts.items())
-    return int.from_bytes(sha256(text.encode()).digest()[:7], "big")
 
 
 def _some(ranks: Sequence[int]) -> str:

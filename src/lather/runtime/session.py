@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ..compute.bank import block_state
 from ..options import STRUCTURAL
-from ..planning.plan import Plan, Spec, make_plan
+from ..planning.plan import Plan, make_plan
 from ..settings import Settings, resolve
 from ..storage import averaging
 from ..storage.step import Step
@@ -23,27 +24,24 @@ from . import agreement, checkpoint, health
 from .health import Health
 from .parameters import Item, describe, grad_dtype, stored_items
 from .ranks import Peers, Ranks
-from .run import Run, make_run
+from .run import Run, make_comms, make_run
 
 Groups = list[dict[str, Any]]
 State = dict[Tensor, dict[str, Any]]
 
 
 class Session:
-    """What an optimizer runs on: its plan, its state and its ranks, brought in step with parameters and options when needed.
-
-    Methods take the optimizer's param groups and state as they are at the time.
-    """
+    """What an optimizer runs on: its plan, state and ranks. Methods take its current param groups and state."""
 
     def __init__(self, process_group: Any, trainers: int | None, stages: int, check_ranks: bool) -> None:
-        self.process_group, self.trainers, self._stages, self._check_ranks = (process_group, trainers, stages, check_ranks)
+        self.process_group, self.trainers, self._stages, self._check_ranks = process_group, trainers, stages, check_ranks
         self._structure: list[tuple[Any, ...]] = []  # options that may not change any more, by param group
         self._owners: dict[tuple[int, int, int], int] = {}  # place, by param group, position in it, block
-        self._began: Ranks = ()  # the world in which they were chosen
+        self._began: Ranks = ()  # the world in which owners were chosen
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything but who owns what."""
+        """Forget everything except who owns what."""
         self.run = Run()
         self.settings: list[Settings] = []
         self.consolidated: State = {}  # the whole state, from consolidate() to the next step
@@ -58,11 +56,10 @@ class Session:
     # A step.
 
     def begin(self, groups: Groups, state: State) -> Step | None:
-        """Make everything ready for a step, and count it. None if there is nothing to do."""
+        """Prepare a step, and count it. None if there is nothing to do."""
         self.consolidated = {}
         self._prepare_together(groups, state)
-        run = self.run
-        grads = run.gradients()
+        run, grads = self.run, self.run.gradients()
         rates = [rate_of(group, settings) for group, settings in zip(groups, self.settings, strict=True)]
         if (not grads and not self._peers.comms) or self._is_probe(grads, groups):
             return None
@@ -76,20 +73,19 @@ class Session:
         self._health.report(self.run, self.settings, self._peers)
 
     def _is_probe(self, grads: Mapping[int, Tensor], groups: Groups) -> bool:
-        """torch's checkpoint code allocates state by a first step with all learning rates and gradients zero."""
+        """Whether this is torch's checkpoint code, which allocates state by a first step with zero learning rates and gradients."""
         if any(self.run.steps) or not all(number(group["lr"]) == 0 for group in groups):
             return False
         return not self._peers.any(any(bool(grad.any()) for grad in grads.values()))
 
     def started(self, state: State) -> bool:
         """Whether any parameter has taken a step."""
-        run = self.run
-        return any(run.steps) or (not run.params and any(entry["step"] > 0 for entry in state.values() if entry))
+        return any(self.run.steps) or (not self.run.params and any(entry["step"] > 0 for entry in state.values() if entry))
 
     # Agreement.
 
     def _prepare_together(self, groups: Groups, state: State) -> None:
-        """Prepare, and compare with the other ranks before the first collective: a rank that fails takes all with it."""
+        """Prepare, and compare with the other ranks before the first collective. If one rank fails, all raise."""
         error = None
         try:
             self.prepare(groups, state)
@@ -97,19 +93,12 @@ class Session:
             if self._agreed:
                 raise
             error = e
-        if not self._agreed or self._check_ranks:
-            self._agree(groups, error)
-
-    def _agree(self, groups: Groups, error: Exception | None) -> None:
-        """Raise on all ranks, or on none."""
+        if self._agreed and not self._check_ranks:
+            return
         if not self._agreed:
             self._peers = agreement.find_peers(groups, self.world(), all_ranks(None), self.process_group)
         given = {"num_trainers_per_group": self.trainers, "stages": self._stages, "check_ranks": self._check_ranks}
-
-        def facts(ranks: Ranks) -> agreement.Facts:
-            return agreement.facts_of(self.run, groups, self.world(), ranks, given, self._loaded)
-
-        agreement.agree(self._peers, facts, error)
+        agreement.agree(self._peers, self.run, groups, self.world(), given, self._loaded, error)
         if not self._agreed:
             self._strict = self._peers.any(any(settings.raise_on_nonfinite for settings in self.settings))
             self.run.connect()
@@ -121,16 +110,16 @@ class Session:
     # Building.
 
     def prepare(self, groups: Groups, state: State, *, thorough: bool = False) -> Run:
-        """Bring run and state in step with parameters and options. On nearly every call there is nothing to do.
+        """Update run and state to the parameters and options. On nearly every call there is nothing to do.
 
         ``thorough``: also look at every tensor of the state, and wait for the background.
         """
         if thorough:
             self.run.finish()
-        if self.run.views and not state:  # emptied by the user to begin anew
+        if self.run.views and not state:  # the user emptied it to start over
             self.run.finish()
             self.reset()
-        elif self.run.is_replaced(state, thorough):  # by the user: what is there now counts
+        elif self.run.is_replaced(state, thorough):  # rebuild from the tensors that the user put there
             self.run.finish()
             self._signature, self.run.units, self.run.banks = None, [], []
         last = self.settings
@@ -148,7 +137,7 @@ class Session:
         return self.run
 
     def _look(self, groups: Groups, world: Ranks) -> Any:
-        """What shows on nearly every step that nothing changed which :meth:`_sign` would tell. None for DTensors."""
+        """A cheap test for a step: if this has not changed, neither has :meth:`_sign`. None for DTensors, whose parts may move."""
         if self._signature is None or any(self.run.sharded):
             return None
         params = [p for group in groups for p in group["params"]]
@@ -159,112 +148,107 @@ class Session:
 
     def _sign(self, trainable: Iterable[Item], world: Ranks) -> Any:
         """Everything that plan, banks and state depend on."""
-        params = [
-            (id(p), p.device, p.dtype, grad_dtype(p), p.shape, p.stride(), p.is_cuda and is_regular(p)) for *_, p in trainable
-        ]
-        return params, [settings.signature for settings in self.settings], world
+        params = [p for *_, p in trainable]
+        facts = [(id(p), p.device, p.dtype, grad_dtype(p), p.shape, p.stride(), p.is_cuda and is_regular(p)) for p in params]
+        return facts, [settings.signature for settings in self.settings], world
 
     def _rebuild(self, groups: Groups, state: State, trainable: Sequence[Item], world: Ranks) -> None:
         started, before = self.started(state), self.run
         structure = [settings.structure for settings in self.settings]
         training = all(averaging.is_training(group) for group in groups if group["averaging"] is not None)
-        if started:
-            _refuse_moving(self._began, world)
+        if started and self._began != world:
+            raise RuntimeError(
+                f"the optimizer began on ranks {list(self._began)} and now there are {list(world)}: its process group was "
+                "destroyed or replaced; save its state before that, and load it into a new optimizer"
+            )
         self._agreed = False
         if started:
-            _refuse_restructuring(self._structure, structure)
-            _refuse_reshaping(before, trainable)
+            _refuse_changes(self._structure, structure, before, trainable)
         before.finish()
         for group in groups:
             averaging.settle(group, train=training)
-        plan = self._make_plan(groups, state, trainable, self.settings)
-        places, params = self._places(plan), [p for *_, p in trainable]
+        plan, places = self._make_plan(groups, state, trainable, self.settings)
+        params = [p for *_, p in trainable]
         check_memory(plan, places, {spec.device: p.device for spec, p in zip(plan.specs, params, strict=True)})
         old = {p: state[p] for p in params if p in state} if started else {}
-        self.run = make_run(plan, places, params, old, before, groups, world, all_ranks(None), self.process_group)
+        comms = make_comms(plan, params, world, all_ranks(None), self.process_group)
+        self.run = make_run(plan, places, params, old, before, groups, comms)
         state.clear()
         state.update({p: dict(views) for p, views in zip(params, self.run.views, strict=True)})
         self.run.averages.publish(state)
         self._health.keep(self.run.banks)
-        self._owners = {
-            (*trainable[block.param][:2], block.index): place for block, place in zip(plan.blocks, plan.owners, strict=True)
-        }
+        owners = zip(plan.blocks, plan.owners, strict=True)
+        self._owners = {(*trainable[block.param][:2], block.index): place for block, place in owners}
         self._began, self._structure = world, structure
         self._signature = self._sign(trainable, world)
 
     def plan(self, groups: Groups, state: State) -> tuple[Plan, list[int]]:
-        """The plan for the parameters and options as they are now, and this rank's places. Allocates nothing."""
-        settings = [resolve(group) for group in groups]
-        plan = self._make_plan(groups, state, self._trainable(groups, state), settings)
-        return plan, self._places(plan)
+        """The plan for the current parameters and options, and this rank's places. Allocates nothing."""
+        return self._make_plan(groups, state, self._trainable(groups, state), [resolve(group) for group in groups])
 
-    def _make_plan(self, groups: Groups, state: State, trainable: Sequence[Item], settings: Sequence[Settings]) -> Plan:
+    def _make_plan(
+        self, groups: Groups, state: State, trainable: Sequence[Item], settings: Sequence[Settings]
+    ) -> tuple[Plan, list[int]]:
+        """The plan, and this rank's place in every team."""
         specs, teams = describe(trainable, groups, self.world(), my_rank(), self.trainers)
         settled: dict[tuple[int, int], int] = {}
-        if self.started(state):  # state that is there stays where it is
+        if self.started(state):  # existing state stays where it is
             numbers = {(g, i): n for n, (g, i, _) in enumerate(trainable)}
             settled = {(numbers[g, i], b): place for (g, i, b), place in self._owners.items() if (g, i) in numbers}
-        return make_plan(specs, settings, teams, self._stages, settled)
-
-    def _places(self, plan: Plan) -> list[int]:
-        """This rank's place in every team."""
-        return [team.index(my_rank()) for team in plan.teams]
+        return make_plan(specs, settings, teams, self._stages, settled), [team.index(my_rank()) for team in teams]
 
     def _trainable(self, groups: Groups, state: Mapping[Tensor, Any]) -> list[Item]:
-        """Parameters that may get a gradient, or have had one: state that is there is kept when a parameter is frozen."""
-        return [item for item in stored_items(groups) if item[-1].requires_grad or item[-1].grad is not None or item[-1] in state]
+        """Parameters that may get a gradient, or have state, which is kept when a parameter is frozen."""
+        return [(g, i, p) for g, i, p in stored_items(groups) if p.requires_grad or p.grad is not None or p in state]
 
-    # Modes.
+    # Modes and checkpoints.
 
     def switch(self, groups: Groups, state: State, *, train: bool) -> None:
         """Let parameters that are averaged hold the points at which gradients are taken, or their average."""
-        numbers = [
-            g for g, group in enumerate(groups) if group["averaging"] is not None and averaging.is_training(group) is not train
-        ]
-        if numbers:
-            self.prepare(groups, state, thorough=True)
+        averaged = [g for g, group in enumerate(groups) if group["averaging"] is not None]
+        if numbers := [g for g in averaged if averaging.is_training(groups[g]) is not train]:
+            run = self.prepare(groups, state, thorough=True)
             self.consolidated = {}
-            self.run.switch(numbers, train=train)
+            run.averages.switch(numbers, run.steps, train=train)
+            run.storage_changed()
             for g in numbers:
                 groups[g]["train_mode"] = train
-            self.run.averages.publish(state)
-
-    # Checkpoints.
+            run.averages.publish(state)
 
     def saved(self, groups: Groups, state: State) -> State:
-        """The state as a checkpoint has it: what was gathered, or what this rank has."""
+        """The state for a checkpoint: what was consolidated, or else what this rank has."""
         run = self.prepare(groups, state, thorough=True)
-        complete = run.complete(groups) if run.averages.members else []
+        complete = run.averages.complete(run.steps, groups) if run.averages.members else []
         whole = dict(zip(run.params, complete, strict=False)) | self.consolidated
         return state | {p: dict(entry) for p, entry in whole.items()}
 
     def consolidate(self, groups: Groups, state: State, to: int) -> None:
         """Bring the whole state to one rank. A collective."""
         run, world = self.prepare(groups, state, thorough=True), self.world()
-        known = {r for p in run.params for r in layout_of(p, world)[0]}
+        known = {rank for p in run.params for rank in layout_of(p, world)[0]}
         if to not in known:
-            raise ValueError(f"to={to} is none of the ranks {sorted(known)} that store these parameters")
-        gathered = checkpoint.collect(run.plan, run.banks, run.complete(groups), run.comms, my_rank(), to)
+            raise ValueError(f"to={to} does not store these parameters; use one of the ranks {sorted(known)}")
+        views = run.averages.complete(run.steps, groups)
+        gathered = checkpoint.collect(run.plan, run.banks, views, run.comms, my_rank(), to)
         self.consolidated = dict(zip(run.params, gathered, strict=True))
 
     def load(self, groups: Groups, state: State, state_dict: Mapping[str, Any]) -> None:
-        """Copy a checkpoint into the live state. Refuses one that does not fit, and then changes nothing."""
+        """Copy a checkpoint into the live state. One that does not fit is refused, and changes nothing."""
         saved_state, saved = checkpoint.upgraded(state_dict)
         ids = [i for group in saved for i in group["params"]]
         checkpoint.check_groups(saved, groups)
         for theirs, mine in zip(saved, groups, strict=True):
             theirs |= {name: mine[name] for name in ("params", "param_names") if name in mine}
-        settings = [resolve(group) for group in saved]
         params = [p for group in groups for p in group["params"]]
         entries = {p: saved_state.get(i, {}) for p, i in zip(params, ids, strict=True)}
         trainable = self._trainable(groups, {**state, **{p: entry for p, entry in entries.items() if entry}})
-        plan = self._make_plan(saved, state, trainable, settings)
+        plan, places = self._make_plan(saved, state, trainable, [resolve(group) for group in saved])
         entries = {p: entries[p] for *_, p in trainable}
-        checkpoint.check_states(list(entries.values()), plan, self._places(plan))
+        checkpoint.check_states(list(entries.values()), plan, places)
         for mine, theirs in zip(groups, saved, strict=True):
             mine.update(theirs)
         for p in entries:
-            state.setdefault(p, {})  # so that it is planned even if it is frozen now
+            state.setdefault(p, {})  # so that it is planned even if it is frozen
         run = self.prepare(groups, state, thorough=True)
         run.load(entries, groups, self.settings)
         run.averages.publish(state)
@@ -274,19 +258,19 @@ class Session:
             checkpoint.warn_of_blanks(run.banks, run.steps, run.name_of)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy needs: the state itself is plain tensors of the optimizer, and moves into fresh banks."""
+        """What a copy needs. The state itself belongs to the optimizer, and is copied into new banks."""
         self.run.finish()
         kept = ("trainers", "_stages", "_check_ranks", "_structure", "_owners", "_began")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.process_group = None  # a process group cannot be pickled; the default one takes its place
+        self.process_group = None  # a process group cannot be pickled, so the default one is used
         self.reset()
 
 
 def all_ranks(group: Any) -> Ranks:
-    """The ranks of a process group, by default of all processes. One process alone is rank 0."""
+    """The ranks of a process group, by default all ranks. A single process is rank 0."""
     if not dist.is_available() or not dist.is_initialized():
         return (0,)
     return tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
@@ -296,57 +280,49 @@ def my_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-# What is refused.
-
-
 def refuse_averages(groups: Groups) -> None:
+    """Refuse a step in eval mode."""
     for group in groups:
         if not group.get("train_mode", True):
             raise RuntimeError(
-                "step() in eval mode: the parameters hold averages now, and gradients must not be taken there; call opt.train() "
-                "before the forward pass of a training step"
+                "step() in eval mode: the parameters hold averages, where gradients must not be taken; call opt.train() before "
+                "the forward pass of a training step"
             )
 
 
-def _refuse_moving(before: Ranks, now: Ranks) -> None:
-    if before != now:
-        raise RuntimeError(
-            f"the optimizer began on ranks {list(before)} and now there are {list(now)}: its process group was "
-            "destroyed or replaced; save its state before that, and load it into a new optimizer"
-        )
-
-
-def _refuse_restructuring(before: Sequence[tuple[Any, ...]], now: Sequence[tuple[Any, ...]]) -> None:
+def _refuse_changes(before: Sequence[Any], now: Sequence[Any], run: Run, trainable: Iterable[Item]) -> None:
+    """Refuse changes that the state does not survive, of options that decide about it and of shapes."""
     for g, (old, new) in enumerate(zip(before, now, strict=False)):
         for name, was, is_now in zip(STRUCTURAL, old, new, strict=True):
             if was != is_now:
                 raise ValueError(
-                    f"{name} of param group {g} was changed from {was!r} to {is_now!r} after the first step; it decides which "
-                    "state there is, so build a new optimizer instead"
+                    f"{name} of param group {g} was changed from {was!r} to {is_now!r} after the first step; the state depends on "
+                    "it, so build a new optimizer instead"
                 )
-
-
-def _refuse_reshaping(run: Run, trainable: Iterable[Item]) -> None:
     planned = {id(p): spec for p, spec in zip(run.params, run.plan.specs, strict=True)}
     for *_, p in trainable:
-        if id(p) in planned and planned[id(p)].shape != p.shape:
-            spec = planned[id(p)]
+        spec = planned.get(id(p))
+        if spec is not None and spec.shape != p.shape:
             raise ValueError(
-                f"parameter {spec.name} was of shape {spec.shape} and is now {tuple(p.shape)}; its state does not fit "
-                "any more, so build a new optimizer"
+                f"parameter {spec.name} had shape {spec.shape} and now has {tuple(p.shape)}; its state does not fit any more, so "
+                "build a new optimizer"
             )
 
 
 def check_memory(plan: Plan, places: Sequence[int], devices: Mapping[str, torch.device]) -> None:
-    """Refuse, before anything is allocated, state of a rank that cannot fit on its device; ``devices`` by the plan's names."""
-    totals: dict[str, int] = {}
+    """Refuse state that cannot fit on its device, before anything is allocated. ``devices`` are by the plan's names."""
+    totals = Counter[str]()
     for key, numbers in plan.banks_of(places).items():
-        size = sum(like.nbytes for like in block_state(plan, key).values())
-        totals[key.device] = totals.get(key.device, 0) + len(numbers) * size
+        totals[key.device] += len(numbers) * sum(like.nbytes for like in block_state(plan, key).values())
     for device, total in totals.items():
         limit = _device_memory(devices[device])
         if limit is not None and total > limit:
-            spec, side = _largest_factor(plan, device)
+            blocks = [block for block in plan.blocks if plan.specs[block.param].device == device]
+            sides = [
+                (d, block.param) for block in blocks for d, mode in zip(block.shape, block.modes, strict=False) if mode == "full"
+            ]
+            side, param = max(sides, default=(1, 0))
+            spec = plan.specs[param]
             dim = plan.settings[spec.group].geometry.max_preconditioner_dim
             raise ValueError(
                 f"the optimizer state would take {total / 2**30:.1f} GiB but {device} has {limit / 2**30:.1f} GiB; the largest "
@@ -355,23 +331,10 @@ def check_memory(plan: Plan, places: Sequence[int], devices: Mapping[str, torch.
             )
 
 
-def _largest_factor(plan: Plan, device: str) -> tuple[Spec, int]:
-    sides = [
-        (d, block.param)
-        for block in plan.blocks
-        if plan.specs[block.param].device == device
-        for d, mode in zip(block.shape, block.modes or ("none",), strict=False)
-        if mode == "full"
-    ]
-    side, param = max(sides, default=(1, 0))
-    return plan.specs[param], side
-
-
 def _device_memory(device: torch.device) -> int | None:
-    """Bytes that the device has in all, if that can be known."""
-    kind = device.type
-    if kind == "cuda":
+    """Bytes of memory of the device, if they are known."""
+    if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    if kind == "cpu" and hasattr(os, "sysconf"):
+    if device.type == "cpu" and hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return None

@@ -1,4 +1,4 @@
-"""A unit: the banks whose blocks travel together, with their way in and out."""
+"""A unit: banks whose blocks travel together, and how gradients come in and directions go out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compute.bank import Bank
 from ..compute.executor import Executor
 from ..compute.slices import BoundSlice, SliceId
 from ..linalg import products_in
@@ -23,7 +22,7 @@ from .exchange import Collective, encode, rounded
 
 @dataclass(frozen=True)
 class Slots:
-    """Where pieces of blocks lie in a buffer of messages: their numbers, and their scales."""
+    """Where pieces of blocks, and their scales, lie in a buffer of messages."""
 
     pieces: Sequence[Grid]
     scales: Sequence[Grid]
@@ -33,11 +32,10 @@ class Slots:
 class Unit:
     """Banks that share a transport. A step runs its three phases for all units, one phase after the other."""
 
-    banks: tuple[Bank, ...]
     executors: tuple[Executor[Any], ...]
     sends: tuple[Pieces, ...]  # gradients that leave for the owners of their blocks
-    reads: Mapping[SliceId, Pieces]  # gradients that stay, where an executor wants them in a stack
-    stacks: Mapping[SliceId, Tensor]  # where gradients that arrive come together
+    reads: Mapping[SliceId, Pieces]  # gradients that stay, for executors that need them in a stack
+    stacks: Mapping[SliceId, Tensor]  # where gradients that arrive are put
     arrivals: Mapping[SliceId, Slots]  # in the messages from holders
     departures: Mapping[SliceId, Slots]  # in the messages to holders
     writes: Mapping[SliceId, Pieces]  # parameters whose directions stay
@@ -61,14 +59,14 @@ class Unit:
             self.outbound.start()
 
     def apply(self, step: Step) -> None:
-        """Phase 3, compute to storage: directions that have arrived move the parameters, with or without a gradient here."""
+        """Phase 3, compute to storage: directions that arrived move the parameters, even those without a gradient on this rank."""
         if self.outbound:
             self.outbound.finish()
             for pieces in self.receives:
                 pieces.write(pieces.directions(), step)
 
     def _run(self, executor: Executor[Any], received: Tensor | None, step: Step) -> None:
-        """Gradients to the executor, and its directions to where they belong."""
+        """Give an executor its gradients, and send or apply its directions."""
         settings, job = step.settings[executor.key.group], executor.job(step)
         directions: Sequence[Tensor] = ()
         if job is not None:
@@ -83,10 +81,10 @@ class Unit:
             else:
                 p = rounded(direction, settings.wire_dtype) if settings.rounds else direction
                 pieces = self.writes[part.id]
-                pieces.write(p.flatten(), step, None if step.even else [i for i in pieces.members if i in step.grads])
+                pieces.write(p.flatten(), step, None if step.common_step else [i for i in pieces.members if i in step.grads])
 
     def _stack(self, part: BoundSlice, received: Tensor | None, step: Step) -> Tensor | None:
-        """The gradients ``[n, ...]`` of a slice of a bank; None if its executor reads them where they are."""
+        """The gradients ``[n, ...]`` of a slice of a bank. None if its executor reads them where they are."""
         if received is None:
             pieces = self.reads.get(part.id)
             return pieces.read(step).view(-1, *part.key.shape) if pieces else None
@@ -106,7 +104,7 @@ class Unit:
 
 
 def _scope(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:
-    """Kernels are launched on the current device, autocast is off, and products are as precise as the user asks."""
+    """Makes the device current, because kernels are launched there, turns autocast off, and sets the precision of products."""
     scope = ExitStack()
     scope.enter_context(torch.autocast(device.type, enabled=False))
     if device.type == "cuda":
@@ -117,5 +115,5 @@ def _scope(device: torch.device, precision: str | None) -> AbstractContextManage
 
 
 def _unmerged(stack: Tensor, grid: Grid) -> Tensor:
-    """A stack with its blocks in the dimensions of their parameter, which are the key of a grid."""
+    """A stack whose blocks have the dimensions of their parameter, which are the key of the grid."""
     return stack.view(stack.shape[0], *grid.key)

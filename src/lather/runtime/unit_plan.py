@@ -18,7 +18,6 @@ from ..compute.slices import BankSlice, BoundSlice, SliceId, Window, divide_bank
 from ..compute.torch_executor import TorchExecutor
 from ..planning.messages import SCALE, SIZES, Messages, inbound_messages, message_numel, outbound_messages
 from ..planning.plan import BankKey, Plan, Transport
-from ..settings import Settings
 from ..storage import averaging
 from ..storage.buffers import Pieces, Scratch, ScratchKey, Span, spans
 from ..storage.grids import Grid, coalesce
@@ -27,37 +26,30 @@ from .exchange import Collective
 from .ranks import Comm
 from .unit import Slots, Unit
 
-FEW = 64  # kernel executors that are worth CUDA graphs: with more of them launches are not what takes time
+FEW = 64  # the most kernel executors that use CUDA graphs; with more of them launches are not what takes time
 
 
 def make_banks(plan: Plan, places: Sequence[int], params: Sequence[Tensor], old: Mapping[Any, Bank]) -> list[Bank]:
-    """This rank's banks, with state for the options as they are. A bank of the very same blocks keeps its memory."""
+    """This rank's banks, with state for the current options. An old bank of the same blocks keeps its memory."""
     banks = []
     for key, numbers in plan.banks_of(places).items():
-        blocks = [plan.blocks[i] for i in numbers]
-        bank = Bank(key, numbers, blocks, plan.settings[key.group], params[blocks[0].param].device)
+        blocks, settings = [plan.blocks[i] for i in numbers], plan.settings[key.group]
+        bank = Bank(key, numbers, blocks, settings, params[blocks[0].param].device)
         if same := old.get(identity(bank, params)):
             bank = same.moved_to(bank)
-        _allocate(bank, plan.settings[key.group])
+        needed = initial_state(key, replace(bank.stack, device=torch.device("meta")), settings)
+        fits = {role: (like.shape, like.dtype) for role, like in needed.items()}
+        kept = {role: x for role, x in bank.state.items() if fits.get(role) == (x.shape, x.dtype)}
+        if not needed.keys() == kept.keys() == bank.state.keys():
+            bank.state = initial_state(key, bank.stack, settings) | kept
         banks.append(bank)
     return banks
 
 
 def identity(bank: Bank, params: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What a bank's memory belongs to, whatever its place in a plan and however its blocks travel."""
+    """What a bank's memory depends on. It does not depend on the rest of the plan, or on how its blocks travel."""
     key, blocks = bank.key, tuple((id(params[block.param]), block.index) for block in bank.blocks)
     return key.group, key.dtype, key.kind, key.shape, key.modes, bank.stack.dtype, bank.stack.device, blocks
-
-
-def _allocate(bank: Bank, settings: Settings) -> None:
-    needed = initial_state(bank.key, replace(bank.stack, device=torch.device("meta")), settings)
-    kept = {
-        role: x
-        for role, x in bank.state.items()
-        if role in needed and (x.shape, x.dtype) == (needed[role].shape, needed[role].dtype)
-    }
-    if not needed.keys() == kept.keys() == bank.state.keys():
-        bank.state = initial_state(bank.key, bank.stack, settings) | kept
 
 
 def make_units(
@@ -65,11 +57,10 @@ def make_units(
 ) -> list[Unit]:
     """All units, also those in which this rank owns nothing, in an order that all ranks share."""
     scratch = Scratch({spec.device: p.device for spec, p in zip(plan.specs, params, strict=True)})
-    drafts = plan_units(plan, places, [local(p) for p in params])
-    for draft in drafts:
-        for key, numel in draft.scratch():
-            scratch.reserve(key, numel)
-    return [draft.unit(scratch, banks, comms[draft.transport.team]) for draft in drafts]
+    plans = plan_units(plan, places, [local(p) for p in params])
+    for key, numel in (need for each in plans for need in each.scratch()):
+        scratch.reserve(key, numel)
+    return [each.unit(scratch, banks, comms[each.transport.team]) for each in plans]
 
 
 def plan_units(plan: Plan, places: Sequence[int], stored: Sequence[Tensor] = ()) -> list[UnitPlan]:
@@ -77,10 +68,7 @@ def plan_units(plan: Plan, places: Sequence[int], stored: Sequence[Tensor] = ())
 
 
 class UnitPlan:
-    """A unit of one place, from the plan alone.
-
-    Tensors that are ``stored`` only tell how they lie in memory. Without them they count as contiguous.
-    """
+    """A unit of one place, from the plan alone. ``stored`` only tells how parameters lie in memory, by default contiguous."""
 
     def __init__(self, plan: Plan, transport: Transport, me: int, stored: Sequence[Tensor] = ()) -> None:
         self.plan, self.transport, self.me, self.stored = plan, transport, me, stored
@@ -100,7 +88,7 @@ class UnitPlan:
     # What goes where.
 
     def _by_kernels(self) -> list[list[BankSlice]]:
-        """Banks that go through kernels together, unless directions must be rounded or a block is scattered in memory."""
+        """Banks that go through kernels together. Torch takes those with rounded directions or blocks scattered in memory."""
         settings = self.plan.settings
         banks = [
             (key, len(numbers))
@@ -111,78 +99,69 @@ class UnitPlan:
         return divide_banks(banks, settings)
 
     def _moves_parameters(self, key: BankKey) -> bool:
-        """Whether kernels move the parameters. They do not know averaging: their directions are applied by torch then."""
+        """Whether kernels move the parameters. With averaging, torch applies their directions."""
         return self.outbound is None and self.plan.settings[key.group].averaging is None
 
     def _window(self, number: int) -> Window | None:
-        """Where a block lies in the tensor that is stored; None if kernels cannot read it there."""
+        """Where a block lies in the tensor that is stored. None if kernels cannot read it there."""
         block = self.plan.blocks[number]
-        if not is_regular(self.stored[block.param]):
-            return None
-        region = block.region.moved(-a for a in self.plan.stored(block.param, self.me).start)
-        return find_window(region.start, region.shape, self.stored[block.param].stride())
+        tensor, region = self.stored[block.param], self.plan.local(block.param, block.region, self.me)
+        return find_window(region.start, region.shape, tensor.stride()) if is_regular(tensor) else None
 
     def _span(self, part: BankSlice) -> Span:
         """What is stored of a slice of a bank."""
         span = Span(part.key.group, part.key.device, part.key.dtype)
         for number in self._numbers(part):
             block = self.plan.blocks[number]
-            origin = self.plan.stored(block.param, self.me).start
-            span.add(block.param, block.region.moved(-a for a in origin).start, block.region.shape)
+            span.add(block.param, self.plan.local(block.param, block.region, self.me))
         return span
 
     def _numbers(self, part: BankSlice) -> Sequence[int]:
         return self.banks[part.key][part.start : part.stop]
 
     def _slots(self, messages: Messages | None) -> dict[SliceId, Slots]:
-        """What belongs to each slice in a buffer of messages, as grids over its stack."""
+        """What each slice has in a buffer of messages, as grids over its stack."""
         slices = [part for parts in (self.by_torch, *self.by_kernels) for part in parts]
         slot_of = {number: (part.id, slot) for part in slices for slot, number in enumerate(self._numbers(part))}
-        pieces: dict[SliceId, list[Grid]] = {part.id: [] for part in slices}
-        scales: dict[SliceId, list[Grid]] = {part.id: [] for part in slices}
+        found: dict[SliceId, tuple[list[Grid], list[Grid]]] = {part.id: ([], []) for part in slices}
         for item in messages.items if messages else ():
             block, (part, slot) = self.plan.blocks[item.move.block], slot_of[item.move.block]
             box = item.move.region.moved(-a for a in block.region.start)
-            pieces[part].append(Grid(block.region.shape, item.offset, (slot, *box.start), (1, *box.shape)))
+            found[part][0].append(Grid(block.region.shape, item.offset, (slot, *box.start), (1, *box.shape)))
             if item.scale is not None:
-                scales[part].append(Grid("scale", item.scale, (slot, 0), (1, SCALE)))
-        return {part: Slots(coalesce(found), coalesce(scales[part])) for part, found in pieces.items()}
+                found[part][1].append(Grid("scale", item.scale, (slot, 0), (1, SCALE)))
+        return {part: Slots(coalesce(pieces), coalesce(scales)) for part, (pieces, scales) in found.items()}
 
     # Bytes.
 
     def received_bytes(self) -> dict[str, int]:
-        """What comes from other places in a step: gradients and directions."""
-        ways = {"inbound": (self.inbound, self.transport.inbound), "outbound": (self.outbound, self.transport.outbound)}
-        return {
-            way: (messages[1].numel - messages[1].splits[self.me]) * SIZES[wire]
-            for way, (messages, wire) in ways.items()
-            if messages and wire
-        }
+        """Bytes from other places in a step: gradients and directions."""
+        ways = {"inbound": self.inbound, "outbound": self.outbound}
+        received = {way: messages[1] for way, messages in ways.items() if messages}
+        return {way: each.nbytes - each.splits[self.me] * SIZES[each.wire] for way, each in received.items()}
 
     def padding_bytes(self) -> int:
-        """What comes in an all-gather only to make messages equally long."""
+        """Bytes received in an all-gather only because its messages are equally long."""
         if not self.outbound or not self.transport.gather:
             return 0
-        wire = str(self.transport.outbound)
-        items = [item for item in self.outbound[1].items if item.move.src != self.me]
-        numel = sum(item.move.region.numel for item in items)
-        return self.received_bytes()["outbound"] - message_numel(numel, len(items), wire) * SIZES[wire]
+        wire, moves = self.outbound[1].wire, [item.move for item in self.outbound[1].items if item.move.src != self.me]
+        needed = message_numel(sum(move.region.numel for move in moves), len(moves), wire)
+        return self.received_bytes()["outbound"] - needed * SIZES[wire]
 
     def buffer_bytes(self) -> int:
         """Persistent buffers of messages."""
         return sum(self._buffers())
 
     def _buffers(self) -> tuple[int, int, int]:
-        """Bytes of gradients that leave and, in the same memory, directions that arrive; of gradients that arrive; and of
-        directions that leave."""
-        there = [each.numel * SIZES[str(self.transport.inbound)] for each in self.inbound or ()] or [0, 0]
-        back = [each.numel * SIZES[str(self.transport.outbound)] for each in self.outbound or ()] or [0, 0]
+        """Bytes of three buffers: gradients sent or directions received, gradients received, and directions sent."""
+        there = [each.nbytes for each in self.inbound or ()] or [0, 0]
+        back = [each.nbytes for each in self.outbound or ()] or [0, 0]
         return max(there[0], back[1]), there[1], back[0]
 
     # Scratch memory.
 
     def scratch(self) -> Iterator[tuple[ScratchKey, int]]:
-        """What it needs of the memory that all units share."""
+        """What the unit needs of the memory that all units share."""
         for span in (*self.sends, *self.reads.values()):
             yield from ((key, span.numel) for key in self._reading(span).values())
         for span in (*self.receives, *self.writes.values()):
@@ -197,22 +176,23 @@ class UnitPlan:
                 yield self._stack_key(key), sum(part.flat_numel for part in parts)
 
     def _reading(self, span: Span) -> dict[str, ScratchKey]:
+        """The buffers that gradients are read into. Coupled decay needs the parameters too."""
         settings = self.plan.settings[span.group]
-        coupled = {"params": ("params", span.device, self._own(span))} if settings.decay_mode == "l2" else {}
-        return {"grads": ("grads", span.device, settings.hyper.compute_dtype)} | coupled
+        roles = {"grads": settings.hyper.compute_dtype} | ({"params": self._own(span)} if settings.decay_mode == "l2" else {})
+        return {role: (role, span.device, dtype) for role, dtype in roles.items()}
 
     def _writing(self, span: Span) -> dict[str, ScratchKey]:
-        settings = self.plan.settings[span.group]
-        compute = settings.hyper.compute_dtype
-        roles = {"params": self._own(span)}
-        roles |= {"kept": compute} if settings.momentum > 0 else {}
-        roles |= {"kept": self._own(span)} if settings.averaging else {}
-        roles |= {"exact": self._own(span)} if averaging.is_rounded(getattr(torch, span.dtype), settings) else {}
-        roles |= {"directions": compute} if self.outbound else {}
+        """The buffers that parameters are moved in."""
+        settings, own = self.plan.settings[span.group], self._own(span)
+        roles = {"params": own}
+        roles |= {"kept": settings.hyper.compute_dtype} if settings.momentum > 0 else {}
+        roles |= {"kept": own} if settings.averaging else {}
+        roles |= {"exact": own} if averaging.is_rounded(getattr(torch, span.dtype), settings) else {}
+        roles |= {"directions": settings.hyper.compute_dtype} if self.outbound else {}
         return {role: (role, span.device, dtype) for role, dtype in roles.items()}
 
     def _own(self, span: Span) -> torch.dtype:
-        """Arithmetic on parameters is in the compute dtype, or in their own where that is better."""
+        """The dtype of arithmetic on parameters: the compute dtype, or their own if it has more bits."""
         return torch.promote_types(self.plan.settings[span.group].hyper.compute_dtype, getattr(torch, span.dtype))
 
     def _stack_key(self, key: BankKey) -> ScratchKey:
@@ -223,16 +203,11 @@ class UnitPlan:
     def unit(self, scratch: Scratch, banks: Sequence[Bank], comm: Comm) -> Unit:
         device = scratch.devices[self.transport.device]
         stored, arriving, leaving = (torch.zeros(n, dtype=torch.uint8, device=device) for n in self._buffers())
-        inbound = outbound = None
-        if self.inbound:
-            inbound = Collective(self.inbound, str(self.transport.inbound), stored, arriving, comm, gather=False)
-        if self.outbound:
-            wire, gather = str(self.transport.outbound), self.transport.gather
-            outbound = Collective(self.outbound, wire, leaving, stored, comm, gather=gather)
+        inbound = Collective(self.inbound, stored, arriving, comm) if self.inbound else None
+        outbound = Collective(self.outbound, leaving, stored, comm, self.transport.gather) if self.outbound else None
         sent, received = inbound.sent if inbound else None, outbound.received if outbound else None
         mine = {bank.key: bank for bank in banks}
         return Unit(
-            banks=tuple(mine[key] for key in self.banks),
             executors=tuple(self._executors(mine, scratch)),
             sends=tuple(Pieces(span, self._reading(span), scratch, sent) for span in self.sends),
             reads={part: Pieces(span, self._reading(span), scratch, None) for part, span in self.reads.items()},
@@ -246,7 +221,7 @@ class UnitPlan:
         )
 
     def _stacks(self, scratch: Scratch) -> dict[SliceId, Tensor]:
-        """Where gradients that arrive come together: in one place, or side by side if they go through kernels together."""
+        """Where gradients that arrive are put: side by side in one buffer if they go through kernels together."""
         if not self.inbound:
             return {}
         starts = [(part, 0) for part in self.by_torch]
@@ -258,30 +233,23 @@ class UnitPlan:
         cuda = scratch.devices[self.transport.device].type == "cuda"
         graphs = Graphs() if cuda and len(self.by_kernels) <= FEW else None
         for parts in self.by_kernels:
-            key = parts[0].key
-            yield KernelExecutor(
-                self._with_windows(parts, banks),
-                self.plan.settings[key.group],
-                scratch,
-                reads_gradients=self.inbound is None,
-                moves_parameters=self._moves_parameters(key),
-                graphs=graphs,
-            )
+            slices, settings = self._with_windows(parts, banks), self.plan.settings[parts[0].key.group]
+            reads, moves = self.inbound is None, self._moves_parameters(parts[0].key)
+            yield KernelExecutor(slices, settings, scratch, reads_gradients=reads, moves_parameters=moves, graphs=graphs)
         for part in self.by_torch:
             yield TorchExecutor(part.bound(banks[part.key]), self.plan.settings[part.key.group])
 
     def _with_windows(self, slices: Sequence[BankSlice], banks: Mapping[BankKey, Bank]) -> list[BoundSlice]:
-        """The slices with where their blocks lie: in the tensors that are stored, or in the stacks of what has arrived."""
-        in_place = self.inbound is None
-        numbers = [self._numbers(part) for part in slices]
-        members = dict.fromkeys(self.plan.blocks[i].param for some in numbers for i in some)
-        position = {param: i for i, param in enumerate(members)}
+        """The slices with where their blocks lie: in the stacks of what has arrived, or in the tensors that are stored."""
         parts = []
-        for at, (part, some) in enumerate(zip(slices, numbers, strict=True)):
-            windows = [
-                self._window(i) if in_place else Window(slot * part.numel, (part.numel,), (1,)) for slot, i in enumerate(some)
-            ]
-            tensors = [position[self.plan.blocks[i].param] if in_place else at for i in some]
-            found = [at for at in windows if at is not None]
-            parts.append(part.bound(banks[part.key], tensors, found))
+        tensors: dict[int, int] = {}  # the parameters, numbered
+        for number, part in enumerate(slices):
+            if self.inbound:
+                indices = [number] * part.n
+                windows = [Window(slot * part.numel, (part.numel,), (1,)) for slot in range(part.n)]
+            else:
+                blocks = self._numbers(part)
+                indices = [tensors.setdefault(self.plan.blocks[i].param, len(tensors)) for i in blocks]
+                windows = [window for window in map(self._window, blocks) if window]
+            parts.append(part.bound(banks[part.key], indices, windows))
         return parts

@@ -4,22 +4,21 @@ There are three sequences. ``z`` takes the steps, ``x`` is an average of ``z``, 
 
     y = (1 - b) z + b x;    z <- z - lr P(y);    x <- (1 - c) x + c z
 
-Parameters hold ``y`` in train mode and ``x`` in eval mode. The *share* ``c`` is constant (``"gpa"``), or a step's share of the
-weights of all steps that the parameter has taken (``"schedule_free"``), which makes ``x`` the weighted mean of all ``z``.
+Parameters hold ``y`` in train mode and ``x`` in eval mode. The *share* ``c`` is constant (``"gpa"``), or the weight of a step
+over the weights of all steps that the parameter has taken (``"schedule_free"``). Then ``x`` is the weighted mean of all ``z``.
 
 [Note: what is kept] Two of the three determine the third. One is ``y``, the parameter. The state has the one that is
-farther from it: ``z`` if ``b >= 1/2``, else ``x``. The third is then ``y`` and at most twice a difference, so rounding is not
+farther from ``y``: ``z`` if ``b >= 1/2``, else ``x``. The third is then ``y`` plus at most twice a difference, so rounding is not
 magnified. In terms of differences a step is ``z' = z - d``, ``y' = z' + (1 - c) (y - z + b d)``, with ``d = lr P``.
 
-A parameter of fewer bits than the state cannot be ``y``: most moves of an average are below its resolution, and would be
-lost in every step. It is ``y`` rounded, and the state has ``y`` too.
-
-In eval mode the state always has ``y``, so that :meth:`Shampoo.train` restores it bit for bit.
+A parameter of fewer bits than the state cannot be ``y``, because most moves of an average are below its resolution and would
+be lost. It is ``y`` rounded, and the state has ``y`` too. In eval mode the state always has ``y``, so that
+:meth:`Shampoo.train` restores it bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,109 +30,96 @@ from .step import Number, Rate, Tensors
 from .tensors import local
 from .update import decayed
 
-Views = dict[str, Tensor]
+Views = dict[str, Tensor]  # the state of one parameter
+Groups = Sequence[Mapping[str, Any]]  # param groups
 
 
 class Averages:
-    """All parameters of a run that are averaged: how much of a step goes into the average, and what parameters hold."""
+    """The parameters of a run that are averaged: how much of a step goes into the average, and what parameters hold."""
 
-    def __init__(self, groups: Sequence[int], settings: Sequence[Settings], params: Sequence[Tensor], views: Sequence[Views]):
-        """``groups`` has the param group of every parameter; ``views`` its state, to which ``weight_sum`` is added."""
+    def __init__(
+        self, groups: Sequence[int], settings: Sequence[Settings], params: Sequence[Tensor], views: Sequence[Views], lrs: list[Any]
+    ) -> None:
+        """``groups`` has the param group of every parameter, ``views`` its state, and ``lrs`` the rate of every param group."""
         self._settings, self._params, self._views = settings, params, views
-        self.members: dict[int, list[int]] = {}  # by param group
-        for i, g in enumerate(groups):
-            if settings[g].averaging is not None:
-                self.members.setdefault(g, []).append(i)
-        self._sums: dict[int, Tensor] = {}  # weights of all steps so far, by param group
-
-    def make_sums(self, lrs: Mapping[int, Any]) -> None:
-        """Sums of weights, which are state: on the host, unless reading the learning rate would make the host wait."""
-        for g, members in self.members.items():
-            if _options(self._settings[g]).kind == "schedule_free":
+        self.members = {i: g for i, g in enumerate(groups) if settings[g].averaging is not None}  # parameter -> param group
+        self._sums: dict[int, tuple[list[int], Tensor]] = {}  # by param group: its members, and the weights of all their steps
+        for g in sorted(set(self.members.values())):
+            if _options(settings[g]).kind == "schedule_free":
+                members = [i for i in self.members if self.members[i] == g]
+                # The sums are state. They are on the host, unless reading the learning rate would make the host wait.
                 device = lrs[g].device if isinstance(lrs[g], Tensor) else torch.device("cpu")
-                self._sums[g] = torch.zeros(len(members), dtype=exact_dtype(device), device=device)
-                for i, value in zip(members, self._sums[g].unbind(), strict=True):
-                    self._views[i]["weight_sum"] = value
+                self._sums[g] = members, torch.zeros(len(members), dtype=exact_dtype(device), device=device)
+                for i, value in zip(members, self._sums[g][1].unbind(), strict=True):
+                    views[i]["weight_sum"] = value
 
-    def shares(
-        self, steps: Sequence[int], grads: Tensors, settings: Sequence[Settings], groups: Sequence[Mapping[str, Any]]
-    ) -> dict[int, Number]:
+    def shares(self, steps: Sequence[int], grads: Tensors, settings: Sequence[Settings], groups: Groups) -> dict[int, Number]:
         """How much of the point that a step leads to goes into the average, for every parameter that is averaged."""
-        found: dict[int, Number] = {}
-        for g, members in self.members.items():
-            options = _options(settings[g])
-            if g in self._sums:
-                now, active = [steps[i] for i in members], [i in grads for i in members]
-                found |= zip(members, shares_(self._sums[g], now, active, options, groups[g]["top_lr"]), strict=True)
-            else:
-                found |= dict.fromkeys(members, 1 - options.decay)
+        found: dict[int, Number] = {i: 1 - _options(settings[g]).decay for i, g in self.members.items()}
+        for g, (members, sums) in self._sums.items():
+            now, active = [steps[i] for i in members], [i in grads for i in members]
+            found |= zip(members, shares_(sums, now, active, _options(settings[g]), groups[g]["top_lr"]), strict=True)
         return found
 
-    def switch(self, g: int, steps: Sequence[int], *, train: bool) -> None:
-        """From the points at which gradients are taken to their average, or back."""
-        for i in self.members.get(g, ()):
-            if not train:
+    def switch(self, numbers: Collection[int], steps: Sequence[int], *, train: bool) -> None:
+        """In some param groups, from the points at which gradients are taken to their average, or back."""
+        for i, g in self.members.items():
+            if g in numbers and train:
+                self._hold(i, steps[i], train=True)
+                self._make_room(i, train=True)
+            elif g in numbers:
                 self._note(i, steps[i])
-                self._make_room(i, g, train=False)
-            self._hold(i, g, steps[i], train=train)
-            if train:
-                self._make_room(i, g, train=True)
+                self._make_room(i, train=False)
+                self._hold(i, steps[i], train=False)
 
-    def complete(self, steps: Sequence[int], training: Mapping[int, bool]) -> list[Views]:
-        """The state with ``y`` also where it is the parameter itself. Loaded, it tells in either mode what parameters are."""
+    def complete(self, steps: Sequence[int], groups: Groups) -> list[Views]:
+        """The state with ``y``, also if it is the parameter itself. A checkpoint then says in either mode what parameters are."""
         found = [dict(views) for views in self._views]
-        for g, members in self.members.items():
-            for i in members:
-                if training[g]:
-                    self._note(i, steps[i])
-                found[i].setdefault("y", self._params[i].detach().clone())
+        for i, g in self.members.items():
+            if is_training(groups[g]):
+                self._note(i, steps[i])
+            found[i].setdefault("y", self._params[i].detach().clone())
         return found
 
     def publish(self, state: dict[Tensor, Any]) -> None:
-        """Give ``opt.state`` a ``y`` in any mode, because torch looks there for keys: in train mode the parameter itself."""
-        for members in self.members.values():
-            for i in members:
-                state[self._params[i]]["y"] = self._views[i].get("y", self._params[i])
+        """Give ``opt.state`` a ``y`` in both modes, because torch looks there for keys. In train mode it is the parameter."""
+        for i in self.members:
+            state[self._params[i]]["y"] = self._views[i].get("y", self._params[i])
 
-    def before_load(self, training: Mapping[int, bool]) -> None:
-        for g, members in self.members.items():
-            for i in members:
-                self._make_room(i, g, train=training[g])
+    def before_load(self, groups: Groups) -> None:
+        for i, g in self.members.items():
+            self._make_room(i, train=is_training(groups[g]))
 
-    def after_load(self, steps: Sequence[int], training: Mapping[int, bool]) -> list[int]:
-        """Let parameters hold what their mode calls for; returns those that are ``y`` and have to be loaded themselves."""
-        own = []
-        for g, members in self.members.items():
-            for i in members:
-                self._hold(i, g, steps[i], train=training[g])
-                if "y" not in self._views[i] and steps[i] > 0:
-                    own.append(i)
-        return own
+    def after_load(self, steps: Sequence[int], groups: Groups) -> list[int]:
+        """Let parameters hold what their mode calls for. Returns those that are ``y`` themselves and have to be loaded."""
+        for i, g in self.members.items():
+            self._hold(i, steps[i], train=is_training(groups[g]))
+        return [i for i in self.members if "y" not in self._views[i] and steps[i] > 0]
 
     def _note(self, i: int, step: int) -> None:
-        """In train mode: take over what was done to a parameter since its last step, where it is not ``y``."""
+        """In train mode: take over what the user did to a parameter since its last step, if the parameter is ``y`` rounded."""
         p, y = self._params[i], self._views[i].get("y")
         if y is not None and step > 0:
             unrounded_(local(y), local(p), p.dtype)
 
-    def _make_room(self, i: int, g: int, *, train: bool) -> None:
-        """For ``y``, where the parameter is not it."""
+    def _make_room(self, i: int, *, train: bool) -> None:
+        """For ``y``, unless the parameter is ``y``."""
         p, views = self._params[i], self._views[i]
-        if train and not is_rounded(p.dtype, self._settings[g]):
+        if train and not is_rounded(p.dtype, self._settings[self.members[i]]):
             views.pop("y", None)
         elif "y" not in views:
             views["y"] = p.detach().clone()
 
-    def _hold(self, i: int, g: int, step: int, *, train: bool) -> None:
+    def _hold(self, i: int, step: int, *, train: bool) -> None:
         """Let a parameter hold what the mode calls for. Before its first step a parameter is its own average."""
-        views, options = self._views[i], _options(self._settings[g])
+        views, options = self._views[i], _options(self._settings[self.members[i]])
         if step > 0 and "y" in views:
             y, other = local(views["y"]), local(views[kept(options)])
             local(self._params[i]).copy_(y if train else average(y, other, options))
 
 
 def settle(group: dict[str, Any], *, train: bool) -> None:
-    """Keep what a param group holds for averaging, its largest learning rate and its mode, or drop both."""
+    """Give a param group what averaging keeps there, its largest learning rate and its mode, or remove both."""
     if group["averaging"] is not None:
         group.setdefault("top_lr", 0.0)
         group.setdefault("train_mode", train)
@@ -143,7 +129,7 @@ def settle(group: dict[str, Any], *, train: bool) -> None:
 
 
 def is_training(group: Mapping[str, Any]) -> bool:
-    """Whether its parameters hold ``y``."""
+    """Whether the parameters of a param group hold ``y``."""
     return bool(group.get("train_mode", True))
 
 
@@ -171,7 +157,7 @@ def state_of(dtype: torch.dtype, settings: Settings) -> dict[str, torch.dtype]:
 
 
 def _wide(dtype: torch.dtype, settings: Settings) -> torch.dtype:
-    """Never fewer bits than the parameter has."""
+    """The dtype of averages, which never has fewer bits than the parameter."""
     return torch.promote_types(dtype, settings.hyper.state_dtype)
 
 
@@ -188,7 +174,7 @@ def shares_(
     """``c`` of ``"schedule_free"`` for parameters at these steps. Adds the weights of active ones to ``sums``.
 
     ``c_t = w_t / (w_1 + ... + w_t)`` with ``w_t = top^p t^r``. ``top`` is the largest learning rate of all steps so far, and
-    ``p, r = averaging_powers``. While all rates were 0 nothing has moved, and ``c`` is 0.
+    ``p, r = averaging_powers``. As long as all rates were 0 nothing has moved, and ``c`` is 0.
     """
     p, r = options.powers
     top = top.reshape(()).to(sums.device, sums.dtype) if isinstance(top, Tensor) else top
@@ -204,16 +190,17 @@ def shares_(
 
 
 def average_(y: Tensor, other: Tensor, p: Tensor, settings: Settings, rate: Rate, share: Number) -> None:
-    """A step with averaging: decay, and a move by ``d = lr P``, in place on ``y`` and what is kept with it. Elements without a
-    finite direction stay.
+    """A step with averaging: decay, and a move by ``d = lr P``, in place on ``y`` and what is kept with it.
 
-    ``share`` is a number or has one for every element. It is subtracted from 1 before it is rounded to the dtype of ``y``, so
-    that both give the same bits.
+    Elements without a finite direction stay. ``share`` is one number, or one for every element. It is subtracted from 1 before
+    it is rounded to the dtype of ``y``, so that both give the same bits.
     """
     options = _options(settings)
     go, p = decayed(y, p, rate)
     d = p * rate.lr
-    b, c, rest = options.beta, _like(share, y), _like(1 - share, y)
+    b, c, rest = options.beta, share, 1 - share
+    if isinstance(c, Tensor) and isinstance(rest, Tensor):
+        c, rest = c.to(y.dtype), rest.to(y.dtype)
     if kept(options) == "z":
         new = other - d
         moved = new + (y - other + d * b) * rest
@@ -231,9 +218,5 @@ def average(y: Tensor, other: Tensor, options: Averaging) -> Tensor:
 
 
 def unrounded_(y: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
-    """``y`` of parameters that are ``y`` rounded to this dtype. Those that somebody has changed since count as they are."""
+    """``y`` of parameters that are ``y`` rounded to this dtype. Parameters that were changed since are taken as they are."""
     return torch.where(y.to(dtype) == w, y, w, out=y)
-
-
-def _like(share: Number, y: Tensor) -> Number:
-    return share.to(y.dtype) if isinstance(share, Tensor) else share

@@ -1,4 +1,4 @@
-"""Flat buffers: pieces of parameters and gradients, laid end to end, where they are worked on all at once."""
+"""Flat buffers: pieces of parameters and gradients, laid end to end, so that one operation works on all of them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import from_host
+from ..planning.blocks import Region
 from ..planning.messages import SCALE, Item
 from ..planning.plan import Plan
 from . import averaging
@@ -24,7 +25,7 @@ LARGEST = 1 << 26  # elements of a span, unless one message has more
 
 
 class Scratch:
-    """Memory that all units use one after the other: as large as the largest of them needs."""
+    """Memory that units use one after the other. It is as large as the unit with the largest need."""
 
     def __init__(self, devices: Mapping[str, torch.device]) -> None:
         self.devices = devices
@@ -33,7 +34,7 @@ class Scratch:
         self._user: object = None
 
     def passes_to(self, user: object) -> bool:
-        """Whether someone else has used it since."""
+        """Whether someone else has used it since this user did."""
         last, self._user = self._user, user
         return last is not user
 
@@ -58,19 +59,15 @@ class Span:
     grids: list[Grid] = field(default_factory=list)
     parts: list[tuple[int, int, int]] = field(default_factory=list)  # offset here, offset in the messages, elements
     scales: list[tuple[int, int, int]] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)  # elements under each scale
 
-    def add(self, param: int, start: Sequence[int], shape: Sequence[int]) -> None:
-        self.grids.append(Grid(param, self.numel, tuple(start), tuple(shape)))
-        self.numel += math.prod(shape)
-
-    def add_item(self, param: int, start: Sequence[int], item: Item) -> None:
-        numel = item.move.region.numel
-        _extend(self.parts, self.numel, item.offset, numel)
-        if item.scale is not None:
-            _extend(self.scales, SCALE * len(self.lengths), item.scale, SCALE)
-            self.lengths.append(numel)
-        self.add(param, start, item.move.region.shape)
+    def add(self, param: int, region: Region, item: Item | None = None) -> None:
+        """Append a region of what is stored of a parameter. ``item`` is the message that it travels in, if any."""
+        if item is not None:
+            _extend(self.parts, self.numel, item.offset, region.numel)
+            if item.scale is not None:
+                _extend(self.scales, SCALE * len(self.grids), item.scale, SCALE)
+        self.grids.append(Grid(param, self.numel, region.start, region.shape))
+        self.numel += region.numel
 
 
 def _extend(parts: list[tuple[int, int, int]], here: int, there: int, size: int) -> None:
@@ -86,13 +83,12 @@ def spans(plan: Plan, me: int, items: Iterable[Item]) -> list[Span]:
     done: list[Span] = []
     open_: dict[tuple[int, str, str], Span] = {}
     for item in items:
-        param = plan.blocks[item.move.block].param
+        param, region = plan.blocks[item.move.block].param, item.move.region
         spec = plan.specs[param]
         key = spec.group, spec.device, spec.dtype
-        if key in open_ and open_[key].numel + item.move.region.numel > LARGEST:
+        if key in open_ and open_[key].numel + region.numel > LARGEST:
             done.append(open_.pop(key))
-        origin = plan.stored(param, me).start
-        open_.setdefault(key, Span(*key)).add_item(param, item.move.region.moved(-a for a in origin).start, item)
+        open_.setdefault(key, Span(*key)).add(param, plan.local(param, region, me), item)
     return [*done, *open_.values()]
 
 
@@ -103,30 +99,30 @@ def copy_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 class FlatBuffer:
-    """A flat buffer, and where in it the tensors lie that it is copied from and to."""
+    """A flat buffer, and where the tensors that it is copied from and to lie in it."""
 
     def __init__(self, grids: Sequence[Grid], flat: Tensor) -> None:
         self.flat = flat
         self._slots = [(grid, grid.of_flat(flat)) for grid in grids]
         self._bound: Tensors | None = None
         self._views: list[Tensor] = []  # of the tensors that are bound, one for each slot
-        self._are_whole = True  # whether these are the tensors themselves
+        self._are_whole = True  # whether the views are the tensors themselves
 
     def load(self, tensors: Tensors) -> Tensor:
-        """Fill in the tensors that are there. What is not there keeps whatever it held."""
+        """Fill in the tensors that there are. Slots of missing tensors keep what they held."""
         there = [(grid, slot) for grid, slot in self._slots if grid.key in tensors]
         if there:
             torch._foreach_copy_([slot for _, slot in there], _views_of(there, tensors))
         return self.flat
 
     def clear(self, tensors: Tensors) -> None:
-        """Zero the places of tensors that are not there."""
+        """Zero the slots of missing tensors."""
         for grid, slot in self._slots:
             if grid.key not in tensors:
                 slot.zero_()
 
     def bind(self, tensors: Tensors) -> Tensor:
-        """As :meth:`load`, for tensors that :meth:`save` writes to, and that stay where they are."""
+        """As :meth:`load`, for tensors that :meth:`save` writes back to. They stay where they are until then."""
         if self._bound is not tensors:
             self._bound, self._views = tensors, _views_of(self._slots, tensors)
             pairs = zip(self._views, self._slots, strict=True)
@@ -137,10 +133,8 @@ class FlatBuffer:
     def save(self, only: Sequence[int] | None) -> None:
         """Write back to the tensors that are bound, or to some of them."""
         pairs = zip(self._views, self._slots, strict=True)
-        some = [(view, slot) for view, (grid, slot) in pairs if only is None or grid.key in only]
-        if some:
-            torch._foreach_copy_([view for view, _ in some], [slot for _, slot in some])
-        if not self._are_whole:  # views hold memory, which the user may want to let go of between steps
+        copy_pairs([(view, slot) for view, (grid, slot) in pairs if only is None or grid.key in only])
+        if not self._are_whole:  # a view keeps memory alive that the user may want to free between steps
             self._bound, self._views = None, []
 
 
@@ -155,27 +149,20 @@ class Pieces:
     def __init__(self, span: Span, keys: Mapping[str, ScratchKey], scratch: Scratch, messages: Tensor | None) -> None:
         self.group = span.group
         self.members = tuple(dict.fromkeys(grid.key for grid in span.grids))
-        self._dtype: torch.dtype = getattr(torch, span.dtype)
         self._keys, self._scratch, self._messages, self._span = keys, scratch, messages, span
-        self._lengths = from_host(span.lengths, messages, torch.int64) if messages is not None else None
 
     @cached_property
     def _buffers(self) -> dict[str, FlatBuffer]:
-        """By role. Taken when they are first needed: kernels do without them."""
+        """By role. They are allocated when first needed, because kernels do without them."""
         grids = coalesce(self._span.grids)
-        keys = {role: key for role, key in self._keys.items() if role != "directions"}
-        return {role: FlatBuffer(grids, self._scratch.take(key, self._span.numel)) for role, key in keys.items()}
-
-    @cached_property
-    def _flat(self) -> Tensor:
-        return self._scratch.take(self._keys["directions"], self._span.numel)
+        return {role: FlatBuffer(grids, self._scratch.take(key, self._span.numel)) for role, key in self._keys.items()}
 
     def read(self, step: Step) -> Tensor:
         """The gradients as the mathematics sees them: flat, in the order of the span."""
         settings, grads, buffers = step.settings[self.group], step.grads, self._buffers
         w = buffers["params"].load(step.stored.params) if settings.decay_mode == "l2" and "params" in buffers else None
         flat = buffers["grads"].load(grads)
-        if self._messages is not None and not step.even:
+        if self._messages is not None and not step.common_step:
             buffers["grads"].clear(grads)
         return prepare_gradient(flat, w, settings)
 
@@ -185,21 +172,17 @@ class Pieces:
 
     def directions(self) -> Tensor:
         """The directions that messages brought: flat, in the order of the span."""
-        assert self._messages is not None and self._lengths is not None
-        parts = self._span.parts
-        if len(parts) == 1 and self._messages.dtype == self._flat.dtype:
-            return self._message(parts[0][1], parts[0][2])
-        copy_pairs([(self._flat[here : here + size], self._message(there, size)) for here, there, size in parts])
-        if self._span.scales:
-            self._flat.mul_(torch.repeat_interleave(self._scales(), self._lengths, output_size=self._span.numel))
-        return self._flat
-
-    def _scales(self) -> Tensor:
-        """Bytes are copied first: messages are not aligned for numbers of four bytes."""
-        assert self._messages is not None
-        raw = torch.empty(SCALE * len(self._span.lengths), dtype=torch.int8, device=self._messages.device)
-        copy_pairs([(raw[here : here + size], self._message(there, size)) for here, there, size in self._span.scales])
-        return raw.view(torch.float32).to(self._flat.dtype)
+        span, flat = self._span, self._buffers["directions"].flat
+        pairs = [(flat[here : here + size], self._message(there, size)) for here, there, size in span.parts]
+        if len(pairs) == 1 and pairs[0][1].dtype == flat.dtype:
+            return pairs[0][1]
+        copy_pairs(pairs)
+        if span.scales:  # bytes are copied first, because messages are not aligned for numbers of four bytes
+            raw = torch.empty(SCALE * len(span.grids), dtype=torch.int8, device=flat.device)
+            copy_pairs([(raw[here : here + size], self._message(there, size)) for here, there, size in span.scales])
+            scales, (_, lengths) = raw.view(torch.float32).to(flat.dtype), self._elements
+            flat.mul_(torch.repeat_interleave(scales, lengths, output_size=span.numel))
+        return flat
 
     def _message(self, start: int, size: int) -> Tensor:
         assert self._messages is not None
@@ -215,7 +198,7 @@ class Pieces:
             update_(flat, p, other, settings, rate)
         else:
             assert other is not None
-            y = averaging.unrounded_(exact.bind(step.stored.exact), flat, self._dtype) if exact else flat
+            y = averaging.unrounded_(exact.bind(step.stored.exact), flat, getattr(torch, self._span.dtype)) if exact else flat
             averaging.average_(y, other, p, settings, rate, self._share(step.shares))
             if exact:
                 flat.copy_(y)
@@ -234,13 +217,12 @@ class Pieces:
             return found[0]  # type: ignore[no-any-return]
         else:
             values = from_host(found, flat, averaging.exact_dtype(flat.device))
-        at, lengths = self._elements
-        return torch.repeat_interleave(values[at], lengths, output_size=self._span.numel)
+        positions, lengths = self._elements
+        return torch.repeat_interleave(values[positions], lengths, output_size=self._span.numel)
 
     @cached_property
     def _elements(self) -> tuple[Tensor, Tensor]:
-        """The member that every grid is of, and how many elements it has."""
+        """For every piece, its parameter's position among the members, and its number of elements."""
         flat, grids = self._buffers["params"].flat, self._span.grids
-        at = [self.members.index(grid.key) for grid in grids]
-        lengths = [math.prod(grid.shape) for grid in grids]
-        return from_host(at, flat, torch.int64), from_host(lengths, flat, torch.int64)
+        positions, lengths = [self.members.index(grid.key) for grid in grids], [grid.numel for grid in grids]
+        return from_host(positions, flat, torch.int64), from_host(lengths, flat, torch.int64)

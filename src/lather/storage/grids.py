@@ -1,10 +1,11 @@
-"""Strided views that join many pieces of a tensor, so that they are copied in one piece."""
+"""Strided views that join many pieces of a tensor, so that one copy moves all of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 from typing import Any
 
 from torch import Tensor
@@ -14,10 +15,10 @@ from ..planning.blocks import Shape
 
 @dataclass(frozen=True)
 class Grid:
-    """Equal boxes of one tensor on a regular grid, which lie end to end in a flat buffer.
+    """Equal boxes of one tensor on a regular grid. In a flat buffer they lie end to end.
 
-    One grid is one strided view of the tensor and one contiguous view of the buffer, so that a parameter cut into a
-    hundred blocks is still copied in one piece. ``key`` says which tensor: a parameter, or a bank's stack.
+    A grid is one strided view of the tensor and one contiguous view of the buffer, so one copy moves a parameter that is cut
+    into a hundred blocks. ``key`` says which tensor it is: a parameter, or a bank's stack.
     """
 
     key: Any
@@ -33,8 +34,8 @@ class Grid:
 
     def of_tensor(self, tensor: Tensor) -> Tensor:
         strides = tensor.stride()
-        offset = tensor.storage_offset() + _dot(self.start, strides)
-        outer = tuple(_dot(step, strides) for step in self.steps)
+        offset = tensor.storage_offset() + sum(map(mul, self.start, strides))
+        outer = tuple(sum(map(mul, step, strides)) for step in self.steps)
         return tensor.as_strided(self.counts + self.shape, outer + strides, offset)
 
     def of_flat(self, flat: Tensor) -> Tensor:
@@ -44,11 +45,9 @@ class Grid:
 def coalesce(grids: Iterable[Grid]) -> list[Grid]:
     """Join neighbouring boxes and grids that make up a larger grid, one axis at a time."""
     grids = list(grids)
-    while True:
-        joined = _join(grids)
-        if len(joined) == len(grids):
-            return joined
+    while len(joined := _join(grids)) < len(grids):
         grids = joined
+    return joined
 
 
 def _join(grids: Sequence[Grid]) -> list[Grid]:
@@ -67,14 +66,10 @@ def _join(grids: Sequence[Grid]) -> list[Grid]:
 
 
 def _continues(head: Grid, first: Grid, grid: Grid) -> bool:
-    alike = (grid.key, grid.shape, grid.counts, grid.steps) == (first.key, first.shape, first.counts, first.steps)
-    if not alike or grid.offset != head.offset + head.numel:
+    same = (grid.key, grid.shape, grid.counts, grid.steps) == (first.key, first.shape, first.counts, first.steps)
+    if not same or grid.offset != head.offset + head.numel:
         return False
-    if head is first:  # forwards in every dimension, for whatever the strides are: a view cannot go backwards
+    if head is first:  # forwards in every dimension, because a view cannot go backwards, whatever the strides are
         return all(a <= b for a, b in zip(first.start, grid.start, strict=True))
     count = head.counts[0]
     return all(b - a == count * s for a, b, s in zip(first.start, grid.start, head.steps[0], strict=True))
-
-
-def _dot(a: Sequence[int], b: Sequence[int]) -> int:
-    return sum(x * y for x, y in zip(a, b, strict=True))

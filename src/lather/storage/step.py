@@ -9,17 +9,17 @@ from torch import Tensor
 
 from ..settings import Settings
 
-Number = float | Tensor  # on the host where that costs no synchronisation; else a 0-d tensor on a device
+Number = float | Tensor  # on the host if that takes no synchronisation, else a 0-d tensor on the device
 Tensors = Mapping[int, Tensor]  # this rank's parts, by number of the parameter
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What this rank stores of every parameter. The mappings stay the same objects until something moves."""
+    """What this rank stores. The mappings stay the same objects until a tensor moves in memory."""
 
     params: Tensors
     kept: Tensors  # momentum, or what averaging keeps
-    exact: Tensors  # parameters that averaging keeps unrounded
+    exact: Tensors  # unrounded parameters, where averaging keeps them
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Rate:
 
 @dataclass(frozen=True)
 class Step:
-    """What units need to know of a step."""
+    """What units need to know about a step."""
 
     grads: Tensors
     stored: Stored
     counts: Sequence[int]  # the step of every parameter
-    even: int | None  # the step of all parameters, if all have a gradient and are at the same step
+    common_step: int | None  # the step of all parameters, if all have a gradient and are at the same step
     settings: Sequence[Settings]  # of the param groups
     rates: Sequence[Rate]
     shares: Mapping[int, Number]  # of this step in the averages, by parameter
-    offsets: Mapping[int, Mapping[int, int]]  # of blocks in the period, by param group, where refreshes are staggered
+    offsets: Mapping[int, Mapping[int, int]]  # by param group with staggered refreshes, then by block: the step in the period

@@ -14,16 +14,14 @@ from ..planning.layouts import Axis, Layout
 
 
 def check_parameter(param: Tensor, name: str) -> None:
-    """Refuse what cannot be optimized, naming it and saying what to do."""
+    """Refuse a parameter that cannot be optimized."""
     if param.is_complex():
-        raise NotImplementedError(
-            f"parameter {name} is complex ({param.dtype}); pass torch.view_as_real of it as a real parameter instead"
-        )
+        raise NotImplementedError(f"parameter {name} is complex ({param.dtype}); pass torch.view_as_real of it instead")
     if not param.is_floating_point():
         raise TypeError(f"parameter {name} has dtype {param.dtype}; only floating-point parameters can be optimized")
     if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
         raise ValueError(
-            f"parameter {name} is flattened by FSDP1, which hides the matrices; wrap the model with "
+            f"parameter {name} is flattened by FSDP1, which is not supported because it hides the matrices; wrap the model with "
             "torch.distributed.fsdp.fully_shard (FSDP2) instead"
         )
     if is_dtensor(param):
@@ -41,53 +39,43 @@ def is_stored(param: Tensor) -> bool:
 
 
 def layout_of(param: Tensor, world: Sequence[int], name: str = "") -> tuple[tuple[int, ...], Layout]:
-    """The ranks that store the parameter, in the order of the layout's cells, and how it lies over them.
-
-    Of a plain tensor every rank of ``world`` stores everything.
-    """
+    """The ranks that store a parameter, in the order of the layout's cells, and its layout. All of ``world`` for a plain tensor."""
     if not is_dtensor(param):
         return tuple(world), Layout.everywhere(len(world))
-    mesh = cast(Any, param).device_mesh
-    return tuple(mesh.mesh.flatten().tolist()), _layout(param, name)
+    return tuple(cast(Any, param).device_mesh.mesh.flatten().tolist()), _layout(param, name)
 
 
 def groups_of(param: Tensor) -> list[Any]:
-    """Process groups that are there already for the parameter's mesh."""
+    """The process groups of the parameter's mesh."""
     return list(cast(Any, param).device_mesh.get_all_groups()) if is_dtensor(param) else []
 
 
-def describe(param: Tensor) -> str:
-    """Type and place of a parameter, for comparing ranks."""
+def describe(param: Any) -> str:
+    """A parameter's type and where it is stored, to be compared between ranks."""
     text = f"{tuple(param.shape)} {param.dtype} on {param.device.type}"
-    if is_dtensor(param):
-        dtensor = cast(Any, param)
-        text += f" as {tuple(dtensor.placements)} over {tuple(dtensor.device_mesh.shape)}"
-    return text
+    return text + (f" as {tuple(param.placements)} over {tuple(param.device_mesh.shape)}" if is_dtensor(param) else "")
 
 
 def is_regular(tensor: Tensor) -> bool:
-    """Whether what is stored has no gaps, so that a tensor made like it has its strides, and starts at a multiple of 16 bytes."""
+    """Whether this rank's part starts at a multiple of 16 bytes and has no gaps, so that a tensor made like it has its strides."""
     part = local(tensor)
     return part.data_ptr() % 16 == 0 and torch.empty_like(part, device="meta").stride() == part.stride()
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part that this rank stores; what a collective still brings is waited for."""
+    """The part that this rank stores. Waits for a collective that has yet to bring it."""
     if not is_dtensor(tensor):
         return tensor
     part = cast(Any, tensor).to_local()
     return cast(Tensor, part.wait() if hasattr(part, "wait") else part)
 
 
-def local_gradient(grad: Tensor, param: Tensor, name: str) -> Tensor:
-    """The gradient of what this rank stores of ``param``.
-
-    A gradient that lies otherwise than its parameter, such as one with partial sums, is redistributed first.
-    """
-    if is_dtensor(param) and not is_dtensor(grad):
+def local_gradient(grad: Any, param: Any, name: str) -> Tensor:
+    """The gradient of what this rank stores of ``param``, a DTensor. It is redistributed if it is not placed as its parameter."""
+    if not is_dtensor(grad):
         raise TypeError(f"parameter {name} is a DTensor but its gradient is a plain tensor; wrap it with DTensor.from_local")
-    if is_dtensor(param) and cast(Any, grad).placements != cast(Any, param).placements:
-        grad = cast(Any, grad).redistribute(placements=cast(Any, param).placements)
+    if grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)
     return local(grad)
 
 
@@ -95,8 +83,8 @@ def _layout(param: Any, name: str) -> Layout:
     mesh, placements = param.device_mesh, param.placements
     if any((mesh.mesh.diff(dim=i) < 0).any() for i in range(mesh.mesh.dim())):
         raise NotImplementedError(
-            f"parameter {name} is on a mesh whose ranks do not ascend along its axes, {mesh.mesh.tolist()}, about which torch is "
-            "not of one mind; list them in ascending order"
+            f"parameter {name} is on a mesh whose ranks do not ascend along its axes, {mesh.mesh.tolist()}, which torch does not "
+            "treat consistently; list the ranks in ascending order"
         )
     axes = tuple(_axis(placement, size, name) for placement, size in zip(placements, mesh.shape, strict=True))
     plain = [i for i, placement in enumerate(placements) if not hasattr(placement, "split_factor")]
@@ -105,8 +93,8 @@ def _layout(param: Any, name: str) -> Layout:
         later = math.prod(axis.size for axis in axes[i + 1 :] if axis.dim == axes[i].dim)
         if placements[i].split_factor != later:
             raise NotImplementedError(
-                f"parameter {name} is placed as {tuple(placements)} on a mesh of {tuple(mesh.shape)}: its pieces are not "
-                "contiguous; a strided shard is supported where tensor parallelism splits first and FSDP2 splits its pieces"
+                f"parameter {name} is placed as {tuple(placements)} on a mesh of {tuple(mesh.shape)}, so its pieces are not "
+                "contiguous; use a strided shard only where tensor parallelism splits first and FSDP2 splits its pieces"
             )
     return Layout(axes, (*plain, *reversed(strided)) if strided else ())
 

@@ -1,4 +1,4 @@
-"""What happens elementwise where a parameter is stored: coupled decay, decoupled decay, momentum and the step itself."""
+"""Elementwise work where a parameter is stored: coupled decay, decoupled decay, momentum and the step itself."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from .step import Number, Rate
 
 
 def number(x: Number) -> Number:
-    """A host number where that costs no synchronisation; a tensor on an accelerator stays one."""
+    """A number on the host if that takes no synchronisation. A tensor on an accelerator stays one."""
     if not isinstance(x, Tensor):
         return x
     return x.reshape(1).tolist()[0] if x.device.type == "cpu" else x.reshape(())
 
 
 def first_peak(lr: Number) -> Number:
-    """The learning rate that a group begins with, apart from what a scheduler does to it in place."""
+    """The learning rate that a group begins with. A copy, because a scheduler may change a tensor in place."""
     value = number(lr)
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def rate_of(group: dict[str, Any], settings: Settings) -> Rate:
-    """The rate of a step. Also keeps ``peak_lr``, the largest learning rate so far, and ``top_lr``, the largest of a step."""
+    """The rate of a step. Also updates ``peak_lr``, the largest learning rate so far, and ``top_lr``, the largest of a step."""
     lr = number(group["lr"])
     group["peak_lr"] = peak = _larger(lr, number(group["peak_lr"]))
     if settings.averaging is not None and settings.averaging.kind == "schedule_free":
@@ -52,7 +52,7 @@ def _decay(lr: Number, peak: Number, settings: Settings) -> Number:
 
 
 def prepare_gradient(grad: Tensor, w: Tensor | None, settings: Settings) -> Tensor:
-    """``maximize`` and coupled decay, which needs the parameters; in place on a copy of the gradient."""
+    """Apply ``maximize`` and coupled decay, which needs the parameters, in place on a copy of the gradient."""
     if settings.maximize:
         grad.neg_()
     if w is not None and settings.weight_decay != 0:
@@ -61,7 +61,7 @@ def prepare_gradient(grad: Tensor, w: Tensor | None, settings: Settings) -> Tens
 
 
 def update_(w: Tensor, p: Tensor, m: Tensor | None, settings: Settings, rate: Rate) -> None:
-    """Decay, momentum and the step, in place on ``w`` and ``m``. Elements without a finite direction stay.
+    """Decay, momentum and the step, in place on ``w`` and ``m``. Elements without a finite direction do not change.
 
     ``P <- P + c W``; ``M <- mu M + (1 - dampening) P``; ``P <- (1 - dampening) P + mu M`` (Nesterov) or ``M``;
     ``W <- W - lr P``.
@@ -77,7 +77,7 @@ def update_(w: Tensor, p: Tensor, m: Tensor | None, settings: Settings, rate: Ra
 
 def decayed(w: Tensor, p: Tensor, rate: Rate) -> tuple[Tensor, Tensor]:
     """Where a direction is finite, and the direction with decay."""
-    go = p - p == 0  # finite, in two passes where isfinite() takes four
+    go = p - p == 0  # finite; this takes two passes, and isfinite() four
     if isinstance(rate.decay, Tensor) or rate.decay != 0:
         p = p + w * rate.decay
     return go, p
