@@ -242,9 +242,7 @@ class Reference:
         shape = [d for d in p.shape[o["batch_dims"] :] if d != 1]
         if o["merge_dims"]:
             shape = merged(shape, limit)
-        kronecker = (
-            p.numel() > 0 and o["preconditioner"] is not None and len(shape) >= (1 if o["precondition_1d"] else 2)
-        )
+        kronecker = p.numel() > 0 and o["preconditioner"] is not None and len(shape) >= (1 if o["precondition_1d"] else 2)
         if kronecker and o["large_dim"] == "adagrad" and max(shape) > limit:
             kronecker, method = False, "adagrad"
         if not kronecker:

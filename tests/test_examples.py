@@ -86,9 +86,7 @@ def test_ddp_stops_on_2_ranks_and_resumes_on_3(undisturbed: Path, tmp_path: Path
     assert_same_end(tmp_path / "final.pt", undisturbed)
 
 
-def test_killed_tensor_parallel_job_resumes_with_fsdp2_from_its_last_checkpoint(
-    undisturbed: Path, tmp_path: Path
-) -> None:
+def test_killed_tensor_parallel_job_resumes_with_fsdp2_from_its_last_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with start(2, "train_fsdp2.py", "--tp=2", "--checkpoint", folder, "--print-pids") as job:
         workers = kill_a_worker(job, after="saved step 20")

@@ -9,26 +9,7 @@ from .routing import route
 from .runtime.health import NumericalWarning
 
 __all__ = [
-    "Eigh",
-    "HigherOrder",
-    "Minimax",
-    "Newton",
-    "NewtonSchulz",
-    "NumericalWarning",
-    "PlanReport",
-    "PolarExpress",
-    "Qr",
-    "Shampoo",
-    "Svd",
-    "Track",
-    "__version__",
-    "from_adagrad",
-    "from_adam",
-    "from_adamw",
-    "from_sgd",
-    "low_memory",
-    "muon",
-    "plan",
-    "route",
+    "Eigh", "HigherOrder", "Minimax", "Newton", "NewtonSchulz", "NumericalWarning", "PlanReport", "PolarExpress", "Qr", "Shampoo",
+    "Svd", "Track", "__version__", "from_adagrad", "from_adam", "from_adamw", "from_sgd", "low_memory", "muon", "plan", "route",
     "soap",
-]
+]  # fmt: skip

@@ -20,13 +20,7 @@ import lather
 
 FOLDER = Path(__file__).parent
 SAVED, END = 6, 10  # steps
-BASE: dict[str, Any] = {
-    "lr": 0.05,
-    "eps": 1e-4,
-    "weight_decay": 0.1,
-    "precondition_frequency": 2,
-    "max_preconditioner_dim": 6,
-}
+BASE: dict[str, Any] = {"lr": 0.05, "eps": 1e-4, "weight_decay": 0.1, "precondition_frequency": 2, "max_preconditioner_dim": 6}
 DELAYED = {"refresh_delay": 1, "state_dtype": "bfloat16", "root_dtype": "float32"}
 
 
@@ -37,9 +31,7 @@ def plain() -> nn.Module:
 
 
 def layers() -> nn.Module:
-    return nn.Sequential(
-        nn.Embedding(8, 4), nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 4), nn.Linear(4, 8, bias=False)
-    )
+    return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 4), nn.Linear(4, 8, bias=False))
 
 
 def shampoo(**options: Any) -> Callable[[nn.Module], lather.Shampoo]:
@@ -47,14 +39,8 @@ def shampoo(**options: Any) -> Callable[[nn.Module], lather.Shampoo]:
 
 
 def groups(model: nn.Module) -> lather.Shampoo:
-    rules = [
-        ("weight", {"preconditioner": "kl"}),
-        ("twin", {"lr": 0.02, "graft": "rmsprop"}),
-        ("conv", {"large_dim": "diagonal"}),
-    ]
-    return lather.Shampoo(
-        lather.route(model, rules), **BASE | {"lr": torch.tensor(0.05), "weight_decay_mode": "corrected"}
-    )
+    rules = [("weight", {"preconditioner": "kl"}), ("twin", {"lr": 0.02, "graft": "rmsprop"}), ("conv", {"large_dim": "diagonal"})]
+    return lather.Shampoo(lather.route(model, rules), **BASE | {"lr": torch.tensor(0.05), "weight_decay_mode": "corrected"})
 
 
 MAKERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], lather.Shampoo]]] = {

@@ -131,7 +131,8 @@ class KernelExecutor(Executor[Seen]):
             self.slices[i].bank.begun = True
 
     def take_in(self, job: Job, stacks: Sequence[Tensor | None]) -> Seen:
-        sources = self._sources(job.step) if self._reads_gradients else _stacked(stacks)
+        given = [stack for stack in stacks if stack is not None]
+        sources = self._sources(job.step) if self._reads_gradients else Sources(given, given[0].dtype)
         variant = self._load(job, sources)
         seen = Seen(variant, job.settings.hyper, job.steps, self.firsts, self._alive)
         self._replay(("in", variant), partial(self._launch_in, seen))
@@ -248,16 +249,14 @@ class KernelExecutor(Executor[Seen]):
         started = (
             started_slots(job.steps[:1], job.settings) * self.n if job.step.common_step else started_slots(job.steps, job.settings)
         )
-        begun = [bool(part.key.modes) and self._begins(part) for part in self.slices]
+        at_once = self.method is not None and not self.method.waits
+        begun = [bool(part.key.modes) and (part.bank.begun or at_once) for part in self.slices]
         last, goes = self._going
         if (started, begun) != last:
             self._buffers.started.copy_(from_host(started, self._buffers.started))
             goes = tuple(b and any(started[x:y]) for b, (x, y) in zip(begun, pairwise(self.firsts), strict=True))
             self._going = (started, begun), goes
         return goes
-
-    def _begins(self, part: BoundSlice) -> bool:
-        return part.bank.begun or (self.method is not None and not self.method.waits)
 
     def _by_slice(self, slots: Sequence[int]) -> list[tuple[int, list[int]]]:
         """Slots counted over all slices, as slots of each slice that has some."""
@@ -359,11 +358,6 @@ class KernelExecutor(Executor[Seen]):
     def _costly_first(self) -> list[tuple[int, BoundSlice]]:
         """The slices that are preconditioned. What takes long comes first."""
         return sorted(((i, part) for i, part in enumerate(self.slices) if part.key.modes), key=lambda item: -item[1].flops)
-
-
-def _stacked(stacks: Sequence[Tensor | None]) -> Sources:
-    found = [stack for stack in stacks if stack is not None]
-    return Sources(found, found[0].dtype)
 
 
 def _are_ready(grads: Sequence[Tensor], dtype: torch.dtype, strides: list[tuple[int, ...]]) -> bool:

@@ -86,8 +86,8 @@ class Tables:
         works = []
         for first, tiles, alignment in self.ranges:
             more = {} if sums is None else {"partial": sums[first : first + len(tiles)]}
-            kinds = {"ALIGNED": int(alignment), "BLOCK": BLOCK, "num_warps": 8}
-            works.append(partial(kernel[len(tiles),], tiles=tiles, **more, **arguments, **kinds))
+            fixed = {"ALIGNED": int(alignment), "BLOCK": BLOCK, "num_warps": 8}
+            works.append(partial(kernel[len(tiles),], tiles=tiles, **more, **arguments, **fixed))
         side_by_side(works)
 
 

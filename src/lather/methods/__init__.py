@@ -23,21 +23,6 @@ def register(method: Method) -> None:
 
 
 __all__ = [
-    "FILTER_ROLES",
-    "FILTER_SUMS",
-    "FULL",
-    "GRAFTS",
-    "METHODS",
-    "Context",
-    "Graft",
-    "Hyper",
-    "Kronecker",
-    "Method",
-    "Stack",
-    "State",
-    "Transform",
-    "filter_correction",
-    "filter_gradient",
-    "init_filter",
-    "register",
-]
+    "FILTER_ROLES", "FILTER_SUMS", "FULL", "GRAFTS", "METHODS", "Context", "Graft", "Hyper", "Kronecker", "Method", "Stack",
+    "State", "Transform", "filter_correction", "filter_gradient", "init_filter", "register",
+]  # fmt: skip

@@ -121,7 +121,7 @@ class Kronecker(Method):
     # A refresh. What is due is collected, and solved by size, in compute/refresh.py.
 
     def solve(self, solver: roots.RootSolver, a: Tensor, e: float, hyper: Hyper, warm: State, exact: bool) -> tuple[State, Tensor]:
-        """What a refresh makes of bias-corrected factors ``a [n, d, d]``, by role without the mode; and ``[n]``, whether it succeeded.
+        """What a refresh makes of bias-corrected factors ``a [n, d, d]``, by role; and ``[n]``, whether it succeeded.
 
         ``warm`` is what the solver kept, which it replaces. ``exact`` asks for the slowest and surest way.
         """

@@ -116,9 +116,8 @@ def cut(param: int, shape: Sequence[int], geometry: Geometry, *, preconditioned:
         return _elementwise(param, shape, "graft", "1-D" if sizes else "scalar")
     if geometry.large_dim == "adagrad" and max(sizes) > limit:
         return _elementwise(param, shape, "adagrad", f"{max(sizes)} > {limit}, large_dim='adagrad'")
-    diagonal = [geometry.large_dim == "diagonal" and size > limit for size in sizes]
-    modes = tuple("diagonal" if flag else "full" for flag in diagonal)
-    cuts = [[(0, size)] if flag else pieces(size, limit) for size, flag in zip(sizes, diagonal, strict=True)]
+    modes = tuple("diagonal" if geometry.large_dim == "diagonal" and size > limit else "full" for size in sizes)
+    cuts = [pieces(size, limit if mode == "full" else size) for size, mode in zip(sizes, modes, strict=True)]
     boxes = product(*([(i, i + 1) for i in range(n)] for n in batch), *cuts)
     return [
         Block(param, index, _unmerge(box, batch, rest, groups), tuple(b - a for a, b in box[len(batch) :]), modes, "kronecker")

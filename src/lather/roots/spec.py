@@ -80,7 +80,7 @@ def resolve_basis(spec: str | RootSolver, device: torch.device | str) -> EigenSo
     solver = parse(spec)
     if not isinstance(solver, EigenSolver):
         able = ", ".join(repr(name) for name, kind in SOLVERS.items() if issubclass(kind, EigenSolver))
-        raise ValueError(f"root={spec!r} computes no eigenbasis, which preconditioner='soap' needs; use 'auto' or one of {able}")
+        raise ValueError(f"root={spec!r} computes no eigenbasis, and this preconditioner needs one; use 'auto' or one of {able}")
     return solver
 
 

@@ -14,7 +14,6 @@ that it had then (``Option.before``). A newer version is refused.
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -69,12 +68,12 @@ def upgraded(state_dict: Mapping[str, Any]) -> tuple[dict[Any, Any], list[dict[s
     state = {i: copy.copy(entry) for i, entry in state_dict["state"].items()}  # upgrades must not change the caller's
     groups = copy.deepcopy(list(state_dict["param_groups"]))
     versions = [each.pop(VERSION_KEY, 1) for each in groups] + [state_dict.get(VERSION_KEY, 1)]
-    version = max(versions, key=lambda v: v if isinstance(v, int) else math.inf)
-    if not isinstance(version, int) or not 1 <= version <= VERSION:
-        raise ValueError(
-            f"the checkpoint has version {version!r}, and this lather reads versions up to {VERSION}; update lather to load it"
-        )
-    for step in UPGRADES[version - 1 :]:
+    for version in versions:
+        if not isinstance(version, int) or not 1 <= version <= VERSION:
+            raise ValueError(
+                f"the checkpoint has version {version!r}, and this lather reads versions 1 to {VERSION}; update lather to load it"
+            )
+    for step in UPGRADES[max(versions) - 1 :]:
         step(state, groups)
     for number, group in enumerate(groups):
         lacking = [name for name in OPTIONS if name not in group]

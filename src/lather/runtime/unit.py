@@ -21,10 +21,10 @@ from .exchange import Collective, encode, rounded
 
 
 @dataclass(frozen=True)
-class Slots:
-    """Where pieces of blocks, and their scales, lie in a buffer of messages."""
+class MessageGrids:
+    """Where the values of blocks, and their scales, lie in a buffer of messages."""
 
-    pieces: Sequence[Grid]
+    values: Sequence[Grid]
     scales: Sequence[Grid]
 
 
@@ -33,15 +33,19 @@ class Unit:
     """Banks that share a transport. A step runs its three phases for all units, one phase after the other."""
 
     executors: tuple[Executor[Any], ...]
-    sends: tuple[Pieces, ...]  # gradients that leave for the owners of their blocks
-    reads: Mapping[SliceId, Pieces]  # gradients that stay, for executors that need them in a stack
-    stacks: Mapping[SliceId, Tensor]  # where gradients that arrive are put
-    arrivals: Mapping[SliceId, Slots]  # in the messages from holders
-    departures: Mapping[SliceId, Slots]  # in the messages to holders
-    writes: Mapping[SliceId, Pieces]  # parameters whose directions stay
-    receives: tuple[Pieces, ...]  # parameters whose directions owners send
+    # If gradients stay where they are:
+    reads: Mapping[SliceId, Pieces]  # those that an executor needs in a stack
+    # If gradients travel:
     inbound: Collective | None
+    sends: tuple[Pieces, ...]  # those that leave for the owners of their blocks
+    arrivals: Mapping[SliceId, MessageGrids]  # in the messages from holders
+    stacks: Mapping[SliceId, Tensor]  # where those that arrive are put
+    # If directions stay:
+    writes: Mapping[SliceId, Pieces]  # the parameters that they move
+    # If directions travel:
     outbound: Collective | None
+    departures: Mapping[SliceId, MessageGrids]  # in the messages to holders
+    receives: tuple[Pieces, ...]  # the parameters that arriving directions move
 
     def send(self, step: Step) -> None:
         """Phase 1, storage to compute: gradients leave for the owners of their blocks."""
@@ -75,20 +79,21 @@ class Unit:
                 directions = executor.update(job, stacks)
         elif self.outbound:
             directions = executor.nothing()
-        for part, direction in zip(executor.slices, directions, strict=False):
+        for part, direction in zip(executor.slices, directions, strict=False):  # none, if parameters have been moved already
             if self.outbound:
                 self._post(part.id, direction, settings.wire_dtype)
-            else:
-                p = rounded(direction, settings.wire_dtype) if settings.rounds else direction
-                pieces = self.writes[part.id]
-                pieces.write(p.flatten(), step, None if step.common_step else [i for i in pieces.members if i in step.grads])
+                continue
+            if settings.rounds:  # as if it were sent, so that the number of ranks does not show
+                direction = rounded(direction, settings.wire_dtype)
+            pieces = self.writes[part.id]  # parameters without a gradient are not touched
+            pieces.write(direction.flatten(), step, None if step.common_step else [i for i in pieces.members if i in step.grads])
 
     def _stack(self, part: BoundSlice, received: Tensor | None, step: Step) -> Tensor | None:
         """The gradients ``[n, ...]`` of a slice of a bank. None if its executor reads them where they are."""
         if received is None:
             pieces = self.reads.get(part.id)
             return pieces.read(step).view(-1, *part.key.shape) if pieces else None
-        stack, grids = self.stacks[part.id], self.arrivals[part.id].pieces
+        stack, grids = self.stacks[part.id], self.arrivals[part.id].values
         copy_pairs([(grid.of_tensor(_unmerged(stack, grid)), grid.of_flat(received)) for grid in grids])
         return stack
 
@@ -96,11 +101,11 @@ class Unit:
         """Copy directions into the messages that carry them away."""
         assert self.outbound
         values, scale = encode(directions, wire)
-        slots, sent = self.departures[part], self.outbound.sent
-        copy_pairs([(grid.of_flat(sent), grid.of_tensor(_unmerged(values, grid))) for grid in slots.pieces])
+        grids, sent = self.departures[part], self.outbound.sent
+        copy_pairs([(grid.of_flat(sent), grid.of_tensor(_unmerged(values, grid))) for grid in grids.values])
         if scale is not None:
             raw = scale.view(torch.int8).view(-1, SCALE)
-            copy_pairs([(grid.of_flat(sent), grid.of_tensor(raw)) for grid in slots.scales])
+            copy_pairs([(grid.of_flat(sent), grid.of_tensor(raw)) for grid in grids.scales])
 
 
 def _scope(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:
@@ -115,5 +120,5 @@ def _scope(device: torch.device, precision: str | None) -> AbstractContextManage
 
 
 def _unmerged(stack: Tensor, grid: Grid) -> Tensor:
-    """A stack whose blocks have the dimensions of their parameter, which are the key of the grid."""
+    """A stack whose blocks have the dimensions of their parameter, before any were merged: ``grid.key`` has that shape."""
     return stack.view(stack.shape[0], *grid.key)

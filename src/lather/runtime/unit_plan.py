@@ -24,7 +24,7 @@ from ..storage.grids import Grid, coalesce
 from ..storage.tensors import is_regular, local
 from .exchange import Collective
 from .ranks import Comm
-from .unit import Slots, Unit
+from .unit import MessageGrids, Unit
 
 FEW = 64  # the most kernel executors that use CUDA graphs; with more of them launches are not what takes time
 
@@ -119,7 +119,7 @@ class UnitPlan:
     def _numbers(self, part: BankSlice) -> Sequence[int]:
         return self.banks[part.key][part.start : part.stop]
 
-    def _slots(self, messages: Messages | None) -> dict[SliceId, Slots]:
+    def _slots(self, messages: Messages | None) -> dict[SliceId, MessageGrids]:
         """What each slice has in a buffer of messages, as grids over its stack."""
         slices = [part for parts in (self.by_torch, *self.by_kernels) for part in parts]
         slot_of = {number: (part.id, slot) for part in slices for slot, number in enumerate(self._numbers(part))}
@@ -130,7 +130,7 @@ class UnitPlan:
             found[part][0].append(Grid(block.region.shape, item.offset, (slot, *box.start), (1, *box.shape)))
             if item.scale is not None:
                 found[part][1].append(Grid("scale", item.scale, (slot, 0), (1, SCALE)))
-        return {part: Slots(coalesce(pieces), coalesce(scales)) for part, (pieces, scales) in found.items()}
+        return {part: MessageGrids(coalesce(pieces), coalesce(scales)) for part, (pieces, scales) in found.items()}
 
     # Bytes.
 
