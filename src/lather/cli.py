@@ -1,7 +1,5 @@
 """The command line: ``lather demo``, ``lather plan``, ``lather options`` and ``lather --version``."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import difflib

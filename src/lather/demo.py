@@ -5,8 +5,6 @@ Learning rates come from one grid, by the loss on a validation split of the trai
 that. lather has AdamW's weight decay and betas, and its own defaults otherwise.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import statistics

@@ -6,8 +6,6 @@ on whether a matrix begins at a multiple of 64 bytes. So multiply stacks by :fun
 and decompose them by :func:`factorize`, which takes matrices with other sides one by one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache

@@ -4,8 +4,6 @@ Options live in the param groups as plain numbers, strings, bools, None and tupl
 ``torch.load(weights_only=True)`` accept nothing else. ``settings.py`` makes typed settings of them.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Param groups by parameter name and by kind of module."""
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import re

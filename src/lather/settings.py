@@ -1,7 +1,5 @@
 """Settings: one param group's options, checked and resolved. Nothing below looks options up by name."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Work in the background of the training: on a side stream of the device, or in a thread of the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache

@@ -3,8 +3,6 @@
 ``TorchExecutor`` does the parts with torch, bank by bank, and shows what each part is. ``KernelExecutor`` does them with kernels.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

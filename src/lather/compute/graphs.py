@@ -1,7 +1,5 @@
 """CUDA graphs of launches that are always the same, with branches for what is independent."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress

@@ -6,8 +6,6 @@ gradients to parameters. What changes from step to step lies in buffers on the d
 and are replayed as CUDA graphs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial

@@ -5,13 +5,11 @@ columns are named in :mod:`lather.kernels.schema`. This file fills them in for s
 Those slices number their slots from 0, slice after slice.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -52,6 +50,7 @@ class TileRange(NamedTuple):
     alignment: Alignment
 
 
+@final
 class Tables:
     """The tables of slices that are computed together, on their device. Made once.
 

@@ -1,7 +1,5 @@
 """The executor of one bank by torch: a sequence of operations on its stack. It runs everywhere."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, final
 

@@ -1,7 +1,5 @@
 """What a method is: it takes in the gradients of a stack of blocks and gives out directions."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

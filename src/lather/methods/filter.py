@@ -1,7 +1,5 @@
 """The exponential filter of the gradient."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ..linalg import bias_correction, ema_, per_slot

@@ -1,7 +1,5 @@
 """Elementwise methods: the grafts, and what parameters follow that are not preconditioned."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import ClassVar, final
 

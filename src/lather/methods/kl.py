@@ -1,7 +1,5 @@
 """KL-Shampoo: each factor sees the gradient preconditioned by the other factors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import final

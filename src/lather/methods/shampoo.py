@@ -1,7 +1,5 @@
 """Shampoo: one factor and one inverse root per mode; and the base of all methods that keep Kronecker factors."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence

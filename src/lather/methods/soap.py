@@ -1,7 +1,5 @@
 """SOAP: Adam in the eigenbases of Shampoo's factors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import final

@@ -1,7 +1,5 @@
 """Muon: the filtered gradient with every singular value set to 1."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, final

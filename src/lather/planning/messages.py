@@ -4,8 +4,6 @@ Messages are laid out once, the same way at both ends. Their sizes never depend 
 ranks disagree about a gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -1,12 +1,10 @@
 """A balanced assignment of costs to bins: blocks to ranks, and refreshes to the steps of a period."""
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, final
 
 Preference = Callable[[int], Iterable[int]]  # the bins that an item prefers
 
@@ -64,6 +62,7 @@ def _largest_load(chosen: Sequence[int], costs: Sequence[float]) -> float:
     return max(loads.values(), default=0.0)
 
 
+@final
 class _Loads:
     """The loads of bins, and which are least."""
 

@@ -1,7 +1,5 @@
 """The plan: which blocks there are, who owns them, what moves where. Pure, and identical on every rank."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """When roots are refreshed. The schedule is computed on the host, so a step never has to ask the device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ..settings import Settings

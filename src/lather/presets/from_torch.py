@@ -3,8 +3,6 @@
 ``params`` may be a model, or parameters or param groups as torch's optimizers take them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

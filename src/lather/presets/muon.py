@@ -1,7 +1,5 @@
 """The preset for Muon, with AdamW for everything that is not a matrix."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

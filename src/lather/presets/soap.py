@@ -1,7 +1,5 @@
 """The preset for SOAP."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Shapes are those of the published models, with weights as ``(outputs, inputs)``.
 A tied head is not listed twice.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The plan as a report: what is preconditioned and how, and the memory, traffic and work that it takes. From shapes alone."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

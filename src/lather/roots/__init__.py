@@ -3,8 +3,6 @@
 A new solver is one file and one entry in `SOLVERS` (or `POLARS`). The conformance tests run over these tables.
 """
 
-from __future__ import annotations
-
 from .base import Basis, EigenSolver, Root, RootSolver
 from .coupled import HigherOrder, Newton
 from .eigh import Eigh, rescue, rescue_basis, solve, solve_basis

@@ -1,7 +1,5 @@
 """The contract of a root solver: `X = (A + eps I)^(-e)` for a stack of symmetric positive semi-definite matrices."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple
 

@@ -1,7 +1,5 @@
 """Coupled iterations for inverse p-th roots: Newton's, and those of higher order. They need products only, and no host read."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction

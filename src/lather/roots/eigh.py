@@ -1,7 +1,5 @@
 """Roots by a symmetric eigendecomposition, exact for every exponent; and the rescue of what other solvers give up on."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Solvers that follow a basis, and the root in it: exact to first order in the entries that it leaves off the diagonal."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Composed minimax polynomials for inverse p-th roots. They need products only, and the fewest: no state, no host read."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

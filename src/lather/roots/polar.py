@@ -1,7 +1,5 @@
 """Polar factors `U V^T` of matrices `G = U S V^T`, for stacks of any rectangular shape."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable

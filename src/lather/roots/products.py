@@ -6,8 +6,6 @@ Only one triangle of the result is computed. On an H200 and for d = 1024 that ta
 must be within the range of a half, 6e-8 to 65504.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from functools import lru_cache
 

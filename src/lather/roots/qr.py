@@ -1,7 +1,5 @@
 """Warm-started orthogonal iteration, and the root to first order in the entries that it leaves off the diagonal."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar, final

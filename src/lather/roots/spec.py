@@ -1,7 +1,5 @@
 """Solvers as strings, for places that hold only primitives: `"newton(iterations=20)"`, `"polar_express(steps=6)"`."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import math

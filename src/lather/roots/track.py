@@ -1,7 +1,5 @@
 """Follow an eigenbasis from refresh to refresh, by batched products and Choleskys: no host read, no eigendecomposition."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, final
 

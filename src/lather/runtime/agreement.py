@@ -1,7 +1,5 @@
 """What ranks must agree on before they exchange anything, and how they stop together if they do not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -11,8 +11,6 @@ upgrade to ``UPGRADES``, and must then write its number into param groups too. A
 that it had then (``Option.before``). A newer version is refused.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -3,9 +3,7 @@
 A collective moves one persistent buffer of bytes, so every dtype travels over every backend.
 """
 
-from __future__ import annotations
-
-from typing import Any, cast
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -37,6 +35,7 @@ def rounded(p: Tensor, wire: str) -> Tensor:
     return decode(*encode(p, wire), p.dtype)
 
 
+@final
 class Collective:
     """One collective of every step: what is sent, what is received, and the work in progress."""
 

@@ -1,10 +1,8 @@
 """Numerical failure is data: banks count it, and the host reads the counts without making the device wait."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -23,6 +21,7 @@ class NumericalWarning(RuntimeWarning):
     """A gradient was not finite, or a root could not be refreshed. Training continues without it."""
 
 
+@final
 class Health:
     """Reads the banks' counts and reports them by parameter name."""
 
@@ -86,6 +85,7 @@ class Health:
         return arrived
 
 
+@final
 class Alarm:
     """Tells all ranks that a root failed too often on one of them, so that they stop together."""
 

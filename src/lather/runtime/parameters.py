@@ -1,7 +1,5 @@
 """From param groups to specs: which parameters there are, which ranks store each, and which share the work on it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,12 +1,10 @@
 """Process groups: of a team, and of all ranks that must stop together. Also compares facts between ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from hashlib import sha256
-from typing import Any, cast
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
@@ -15,6 +13,7 @@ from torch import Tensor
 Ranks = tuple[int, ...]
 
 
+@final
 class Comm:
     """The process group of a team. It is found or made on the first use, which is a collective of its ranks."""
 
@@ -92,6 +91,7 @@ class Comm:
         return stack
 
 
+@final
 class Peers:
     """All ranks that are connected by storing parameters together, over any number of meshes.
 

@@ -1,7 +1,5 @@
 """A plan at work on this rank: its banks, units and process groups, and the views that are checkpointed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,12 +1,10 @@
 """The life of a run: plan, agree with the other ranks, build, rebuild, load."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -30,6 +28,7 @@ Groups = list[dict[str, Any]]
 State = dict[Tensor, dict[str, Any]]
 
 
+@final
 class Session:
     """What an optimizer runs on: its plan, state and ranks. Methods take its current param groups and state."""
 

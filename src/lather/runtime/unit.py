@@ -1,7 +1,5 @@
 """A unit: banks whose blocks travel together, and how gradients come in and directions go out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass

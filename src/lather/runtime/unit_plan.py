@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -67,6 +67,7 @@ def plan_units(plan: Plan, places: Sequence[int], stored: Sequence[Tensor] = ())
     return [UnitPlan(plan, transport, places[transport.team], stored) for transport in plan.transports]
 
 
+@final
 class UnitPlan:
     """A unit of one place, from the plan alone. ``stored`` only tells how parameters lie in memory, by default contiguous."""
 

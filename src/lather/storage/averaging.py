@@ -16,10 +16,8 @@ be lost. It is ``y`` rounded, and the state has ``y`` too. In eval mode the stat
 :meth:`Shampoo.train` restores it bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -34,6 +32,7 @@ Views = dict[str, Tensor]  # the state of one parameter
 Groups = Sequence[Mapping[str, Any]]  # param groups
 
 
+@final
 class Averages:
     """The parameters of a run that are averaged: how much of a step goes into the average, and what parameters hold."""
 

@@ -1,12 +1,10 @@
 """Flat buffers: pieces of parameters and gradients, laid end to end, so that one operation works on all of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -24,6 +22,7 @@ ScratchKey = tuple[str, str, torch.dtype]  # role, device as the plan names it, 
 LARGEST = 1 << 26  # elements of a span, unless one message has more
 
 
+@final
 class Scratch:
     """Memory that units use one after the other. It is as large as the unit with the largest need."""
 
@@ -98,6 +97,7 @@ def copy_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
 
 
+@final
 class FlatBuffer:
     """A flat buffer, and where the tensors that it is copied from and to lie in it."""
 
@@ -143,6 +143,7 @@ def _views_of(slots: Sequence[tuple[Grid, Tensor]], tensors: Tensors) -> list[Te
     return [x if x.shape == slot.shape else grid.of_tensor(x) for x, (grid, slot) in zip(found, slots, strict=True)]
 
 
+@final
 class Pieces:
     """A span with its buffers: gradients are read into it, parameters are moved in it."""
 

@@ -1,7 +1,5 @@
 """Strided views that join many pieces of a tensor, so that one copy moves all of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

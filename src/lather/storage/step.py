@@ -1,7 +1,5 @@
 """The record of one step, as storage and units see it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Who stores which region of which parameter: the only file that knows parameter types and placements."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence

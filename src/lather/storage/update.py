@@ -1,7 +1,5 @@
 """Elementwise work where a parameter is stored: coupled decay, decoupled decay, momentum and the step itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
