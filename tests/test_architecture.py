@@ -25,7 +25,7 @@ ROOT = pathlib.Path(lather.__file__).parent
 LINE: dict[str, set[str]] = {
     "_version": set(),
     "linalg": set(),
-    "kernels": {"common", "dense", "schema", "step", "tiles"},
+    "kernels": {"dense", "schema", "step", "tiles"},
     "roots": {
         *("base", "coupled", "eigh", "firstorder", "higher_order", "minimax", "newton", "polar", "products", "qr"),
         *("spec", "track"),

@@ -204,7 +204,7 @@ def compare(old_path: str, new_path: str) -> int:
     for name in old | new:
         a, b = old.get(name, {}), new.get(name, {})
         places = [where for where in a | b if a.get(where) != b.get(where)]
-        texts = {where for where in places if where in a and where in b and where.startswith(("warning", "error"))}
+        texts = {where for where in places if where in a and where in b and ("warning" in where or "error" in where)}
         reworded |= {f"    old: {a[where]}\n    new: {b[where]}" for where in texts}
         if bits := [where for where in places if where not in texts]:
             different += 1

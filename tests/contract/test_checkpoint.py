@@ -430,14 +430,14 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "other root": (with_value("qr", *GROUP, "root"), "Q0"),
     "no filter": (with_value((0.0, 0.999), *GROUP, "betas"), r"m\.0"),
     "no momentum": (with_value(0.0, *GROUP, "momentum"), "momentum"),
-    "newer version": (with_value(2, "lather_version"), r"version 2,.* up to 1; update lather"),
-    "version that is no number": (with_value("1.0", "lather_version"), r"version '1\.0',.* up to 1; update lather"),
-    "version that is nothing": (with_value(None, "lather_version"), r"version None,.* up to 1; update lather"),
+    "newer version": (with_value(2, "lather_version"), r"version 2,.* versions 1 to 1; update lather"),
+    "version that is no number": (with_value("1.0", "lather_version"), r"version '1\.0',.* versions 1 to 1; update lather"),
+    "version that is nothing": (with_value(None, "lather_version"), r"version None,.* versions 1 to 1; update lather"),
     "newer version in a group": (
         both(without("lather_version"), with_value(7, *GROUP, "lather_version")),
-        r"version 7,.* up to 1; update lather",
+        r"version 7,.* versions 1 to 1; update lather",
     ),
-    "newer version in a group only": (with_value("two", *GROUP, "lather_version"), r"version 'two',.* up to 1"),
+    "newer version in a group only": (with_value("two", *GROUP, "lather_version"), r"version 'two',.* versions 1 to 1"),
     "no filter and cut short": (both(with_value((0.0, 0.999), *GROUP, "betas"), without("state", 0)), "weight"),
 }
 
@@ -627,5 +627,5 @@ def test_only_later_upgrades_are_applied(monkeypatch: pytest.MonkeyPatch) -> Non
     fresh.load_state_dict(saved)
     assert fresh.param_groups[0]["graft_eps"] == 1.0
     assert_same(snapshot(fresh), snapshot(opt))
-    with pytest.raises(ValueError, match=r"version 4, .* up to 3; update lather"):
+    with pytest.raises(ValueError, match=r"version 4, .* versions 1 to 3; update lather"):
         fresh.load_state_dict(saved | {"lather_version": 4})

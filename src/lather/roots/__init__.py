@@ -4,10 +4,11 @@ A new solver is one file and one entry in `SOLVERS` (or `POLARS`). The conforman
 """
 
 from .base import Basis, EigenSolver, Root, RootSolver
-from .coupled import HigherOrder, Newton
 from .eigh import Eigh, rescue, rescue_basis, solve, solve_basis
 from .firstorder import first_basis
+from .higher_order import HigherOrder
 from .minimax import Minimax
+from .newton import Newton
 from .polar import NewtonSchulz, Polar, PolarExpress, Svd
 from .products import has_kernels, stages
 from .qr import Qr

@@ -1,9 +1,8 @@
-"""Coupled iterations for inverse p-th roots: Newton's, and those of higher order. They need products only, and no host read."""
+"""Coupled iterations for inverse p-th roots. They need products only, and no host read."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -81,41 +80,6 @@ class Coupled(RootSolver):
             m = torch.where(active[:, None, None], new_m, m)
             error = torch.where(active, new_error, error)
         return x, error
-
-
-@final
-@dataclass(frozen=True)
-class Newton(Coupled):
-    """The coupled iteration of order 2, `T = ((p + 1) I - M) / p`. Its rounds are the cheapest, and it needs the most.
-
-    >>> Newton(iterations=40).check(0.455)
-    Traceback (most recent call last):
-    ValueError: exponent=0.455 is not s/p with s <= 8 and p <= 32, which coupled iterations need; use ...
-    """
-
-    name: ClassVar[str] = "newton"
-
-    @property
-    def order(self) -> int:
-        return 2
-
-
-@final
-@dataclass(frozen=True)
-class HigherOrder(Coupled):
-    """The coupled iteration with `order` terms. Each term costs one product per round and saves rounds. Order 2 is Newton.
-
-    >>> HigherOrder(order=4).check(0.5)  # an inverse square root is fine
-    """
-
-    name: ClassVar[str] = "higher_order"
-    order: int = 3
-    iterations: int = 18
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (isinstance(self.order, int) and self.order >= 2):
-            raise ValueError(f"order={self.order!r} must be an integer >= 2")
 
 
 def supports(e: float) -> bool:

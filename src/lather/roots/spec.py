@@ -11,9 +11,11 @@ from typing import Any, cast
 import torch
 
 from .base import EigenSolver, RootSolver
-from .coupled import HigherOrder, Newton, supports
+from .coupled import supports
 from .eigh import Eigh
+from .higher_order import HigherOrder
 from .minimax import Minimax
+from .newton import Newton
 from .polar import NewtonSchulz, Polar, PolarExpress, Svd
 from .products import has_kernels
 from .qr import Qr
