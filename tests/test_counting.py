@@ -30,7 +30,7 @@ class Count(TorchDispatchMode):
 
 def counted_steps(n, shape, steps=7, **options):
     """Operations of each step for n same-shaped parameters; refreshes at multiples of 4."""
-    linalg.positions.cache_clear()  # an index is made once in a process, whatever test comes first
+    linalg._positions.cache_clear()  # an index is made once in a process, whatever test comes first
     params = [torch.nn.Parameter(torch.randn(shape)) for _ in range(n)]
     opt = lather.Shampoo(params, precondition_frequency=4, **options)
     counts = []

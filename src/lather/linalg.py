@@ -8,7 +8,7 @@ and decompose them by :func:`factorize`, which takes matrices with other sides o
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -40,10 +40,18 @@ def bias_correction(steps: Sequence[int], beta: float, like: Tensor, first: floa
     return from_host(found, like, like.dtype) if len(found) > 1 else found[0]
 
 
-@cache
 def positions(slots: tuple[int, ...], device: torch.device) -> Tensor:
-    """An index on the device. It is kept: CUDA graphs refer to it, and cannot copy it from the host."""
+    """An index on the device. Graphs cannot copy it from the host, and need it for good: those are kept for ever."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return _kept_positions(slots, device) if capturing else _positions(slots, device)
+
+
+@lru_cache(maxsize=4096)
+def _positions(slots: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(slots, device="cpu").to(device)  # waits, so that any stream may read it
+
+
+_kept_positions = cache(_positions)  # what is captured was launched once before, so it is there to be kept
 
 
 def unfold(x: Tensor, mode: int) -> Tensor:

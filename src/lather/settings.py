@@ -87,7 +87,7 @@ class Settings:
         hyper = self.hyper
         there = hyper.beta1 > 0, self.momentum > 0, hyper.refresh_delay > 0, hyper.beta3 == hyper.beta1
         how = self.decay_mode == "l2", self.raise_on_nonfinite, self.wire_dtype
-        return (*there, *how, *self.structure, hyper.root, hyper.exponent, hyper.exponent_multiplier)
+        return (*there, *how, *self.structure, hyper.root, hyper.root_device, hyper.exponent, hyper.exponent_multiplier)
 
 
 def resolve(group: dict[str, Any], last: Settings | None = None) -> Settings:

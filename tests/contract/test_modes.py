@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as api
 
 import lather
-from lather.settings import Averaging
+import lather.options
+from lather.settings import Averaging, resolve
 from lather.storage import averaging
 
 Options = dict[str, Any]
@@ -538,3 +539,30 @@ def test_hooks_see_what_is_saved() -> None:
     assert_same(opt.state_dict()["state"], {i: {k: x / 2 for k, x in e.items()} for i, e in before["state"].items()})
     assert set(seen) == {Tensor}
     train(model, opt, 1)
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that is neither on the host nor on CUDA, as far as it says."""
+
+    is_cpu = property(lambda self: False)
+
+
+def test_failures_are_read_on_devices_that_are_neither_cpu_nor_cuda() -> None:
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    opt = lather.Shampoo([p], precondition_frequency=2)
+    for step in range(1, 5):
+        p.grad = torch.randn(4, 4) if step != 3 else torch.full((4, 4), torch.nan)
+        opt.step() if step != 4 else None
+        for bank in opt._session.run.banks:
+            bank.counts = bank.counts.as_subclass(Elsewhere)
+    with pytest.warns(lather.NumericalWarning, match="NaN or Inf"):
+        opt.step()
+    assert opt.health()
+
+
+def test_a_root_device_that_changes_gets_its_own_solver() -> None:
+    """The solver of a bank is resolved when it is built, so a change must build it again."""
+    group = {name: option.default for name, option in lather.options.OPTIONS.items()}
+    before = resolve(group)
+    group["root_device"] = "cpu"
+    assert resolve(group, before).signature != before.signature

@@ -103,7 +103,7 @@ class Method(Transform):
     refreshes: ClassVar[bool] = False  # whether a part of it is recomputed only now and then: those made of Kronecker factors
     waits: ClassVar[bool] = False  # whether it can be applied only after its first refresh
     follows: ClassVar[bool] = False  # whether it takes the gradient in again after a refresh
-    kernels: ClassVar[str] = "none"  # what kernels do of it: "none"; "graft", all but its own mathematics; "factors" too
+    kernels: ClassVar[str] = "none"  # what kernels do of a Kronecker: "none"; "graft", all but its mathematics; "factors" too
 
     def follow(self, state: State, grad: Tensor, ctx: Context) -> None:
         """Take in a gradient after the refresh of the step, in place."""

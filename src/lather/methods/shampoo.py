@@ -107,13 +107,13 @@ class Kronecker(Method):
         order = u.dim() - 1
         if self.exponent(ctx.hyper, order) == 0:
             return u if out is None else out.copy_(u)
-        found = [state[f"X{i}"].to(u.dtype) for i in range(order)]
+        found = [state[f"X{i}"] for i in range(order)]
         if order > 2 and all(root.dim() == 3 for root in found):
             for i in reversed(range(order)):  # each brings its mode to the front, so nothing has to be transposed
-                u = rotate(u, found[i], None if i else out)
+                u = rotate(u, found[i].to(u.dtype), None if i else out)
             return u
         for i, root in enumerate(found):
-            u = mode_product(u, root, i, out if i == order - 1 else None)
+            u = mode_product(u, root.to(u.dtype), i, out if i == order - 1 else None)
         return u
 
     # A refresh. What is due is collected, and solved by size, in compute/refresh.py.

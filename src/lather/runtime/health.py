@@ -77,6 +77,8 @@ class Health:
 
     def _read(self, bank: Bank) -> Counts | None:
         """Counts that have arrived since they were asked for. Asks for new ones."""
+        if not bank.counts.is_cuda:
+            return bank.counts.tolist()
         arrived = None
         if bank in self._arriving and self._arriving[bank][1].query():
             arrived = self._arriving.pop(bank)[0].tolist()

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import cache
 from hashlib import sha256
 from typing import Any, cast, final
 
@@ -140,14 +140,14 @@ def _find_group(ranks: Ranks, known: Sequence[Any], together: bool) -> Any:
 # Groups are kept as long as their world exists, so that a second optimizer finds them.
 
 
-@lru_cache(maxsize=64)
+@cache
 def _split_world(everyone: Any, size: int) -> dict[Ranks, Any]:
     """Groups of this many consecutive ranks. A collective of all ranks."""
     parts = [tuple(range(start, start + size)) for start in range(0, dist.get_world_size(), size)]
     return {part: dist.new_group(list(part)) for part in parts}
 
 
-@lru_cache(maxsize=64)
+@cache
 def _new_group(everyone: Any, ranks: Ranks) -> Any:
     """A group that only its own ranks make.
 

@@ -83,7 +83,7 @@ class Run:
     def offsets(self, group: int, settings: Settings) -> Mapping[int, int]:
         """Each block's step within the period, for staggered refreshes."""
         hyper = settings.hyper
-        key = group, settings.frequency, hyper.root, hyper.exponent, hyper.exponent_multiplier
+        key = group, settings.frequency, hyper.root, hyper.root_device, hyper.exponent, hyper.exponent_multiplier
         if key not in self._offsets:
             self._offsets[key] = self.plan.offsets(group, settings)
         return self._offsets[key]

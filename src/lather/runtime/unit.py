@@ -84,7 +84,7 @@ class Unit:
             if settings.rounds:  # as if it were sent, so that the number of ranks does not show
                 direction = rounded(direction, settings.wire_dtype)
             pieces = self.writes[part.id]  # parameters without a gradient are not touched
-            pieces.write(direction.flatten(), step, None if step.common_step else [i for i in pieces.members if i in step.grads])
+            pieces.write(direction.flatten(), step, None if step.common_step else {i for i in pieces.members if i in step.grads})
 
     def _stack(self, part: BoundSlice, received: Tensor | None, step: Step) -> Tensor | None:
         """The gradients ``[n, ...]`` of a slice of a bank. None if its executor reads them where they are."""

@@ -1,7 +1,7 @@
 """Flat buffers: pieces of parameters and gradients, laid end to end, so that one operation works on all of them."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, final
@@ -130,7 +130,7 @@ class FlatBuffer:
         torch._foreach_copy_([slot for _, slot in self._slots], self._views)
         return self.flat
 
-    def save(self, only: Sequence[int] | None) -> None:
+    def save(self, only: Collection[int] | None) -> None:
         """Write back to the tensors that are bound, or to some of them."""
         pairs = zip(self._views, self._slots, strict=True)
         copy_pairs([(view, slot) for view, (grid, slot) in pairs if only is None or grid.key in only])
@@ -189,7 +189,7 @@ class Pieces:
         assert self._messages is not None
         return self._messages[start : start + size]
 
-    def write(self, p: Tensor, step: Step, only: Sequence[int] | None = None) -> None:
+    def write(self, p: Tensor, step: Step, only: Collection[int] | None = None) -> None:
         """Apply directions to the parameters, or to some of them: decay, momentum or averaging, learning rate."""
         settings, rate, buffers = step.settings[self.group], step.rates[self.group], self._buffers
         w, kept, exact = buffers["params"], buffers.get("kept"), buffers.get("exact")
