@@ -280,7 +280,7 @@ def _method_options(group: Group, changed: Collection[str]) -> dict[str, str]:
     found = {}
     for name in OPTIONS:
         if name in changed and name not in method.reads and (users := readers(name)):
-            found[name] = f"with preconditioner={method.name!r}; only {', '.join(map(repr, users))} use it"
+            found[name] = f"with preconditioner={method.name!r}; it is read by {', '.join(map(repr, users))}"
     return found | method.idle(group)
 
 

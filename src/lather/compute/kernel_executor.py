@@ -175,7 +175,7 @@ class KernelExecutor(Executor[Seen]):
     # What changes from step to step, on its way to the device.
 
     def _sources(self, step: Step) -> Sources:
-        """Gradients with the strides of their parameters, of one dtype, aligned; something to point at where there is none."""
+        """Gradients with the strides of their parameters, of one dtype, aligned; a stand-in where one is missing."""
         grads, stored = step.grads, step.stored
         if self._bound is None or self._bound[0] is not stored:
             params = [stored.params[i] for i in self._members]

@@ -1,4 +1,4 @@
-"""Who stores which region of which parameter: the only file that knows parameter types and placements."""
+"""What a parameter is, a plain tensor or a DTensor, and which region of it each rank stores."""
 
 import math
 import sys
