@@ -9,20 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .kinds import KINDS, OF_MATRICES, WRAPPERS, Options, kinds_of
 from .options import OF_PRESETS, OPTIONS, hint
 
-Options = Mapping[str, Any]
 Rules = Sequence[tuple[str | re.Pattern[str], Options]]
+Kinds = Mapping[str, Options | None]
 
-KINDS: dict[str, Options] = {  # a parameter of several kinds has the options of the first
-    "embedding": {"preconditioner": None},
-    "head": {"preconditioner": None},
-    "norm": {"weight_decay": 0.0},
-    "bias": {"weight_decay": 0.0},
-}
-NOTHING: Mapping[str, Options] = {}
-WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")  # in names, by torch
-NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+NOTHING: Kinds = {}
 
 
 @dataclass
@@ -32,21 +25,28 @@ class _Named:
     param: Tensor
     names: list[str] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)
-    kinds: set[str] = field(default_factory=set)
+    kinds: Mapping[str, Options] = field(default_factory=dict)
 
     def matches(self, pattern: re.Pattern[str]) -> bool:
         return any(pattern.search(name) for name in (*self.names, *self.plain))
 
+    def options(self, given: Kinds) -> list[tuple[str, Options]]:
+        """Labels and options of the parameter's kinds, in the order of kinds."""
+        known = [(kind, given.get(kind, self.kinds[kind])) for kind in KINDS if kind in self.kinds]
+        return [(f"kind: {kind}", options) for kind, options in known if options is not None]
+
 
 def route(
-    model: nn.Module | Iterable[tuple[str, Tensor]], rules: Rules = (), *, kinds: Mapping[str, Options] | None = NOTHING
+    model: nn.Module | Iterable[tuple[str, Tensor]], rules: Rules = (), *, kinds: Kinds | None = NOTHING
 ) -> list[dict[str, Any]]:
     """Param groups for :class:`Shampoo` or a preset, from ordered rules ``(regular expression, options)``.
 
     The first rule that matches a parameter's name (``re.search``) sets its options. A rule without parameters raises an error.
-    Parameters of a module that match no rule are grouped by kind: ``"embedding"`` and ``"head"`` have ``preconditioner=None``,
-    ``"norm"`` and ``"bias"`` have ``weight_decay=0.0``. ``kinds`` replaces these options; ``kinds=None`` ignores kinds. All
-    other parameters are the first group, without options of their own. ``docs/recipes.md`` defines names and kinds exactly.
+    Parameters of a module that match no rule are grouped by kind. Embeddings, LM heads, positions, routers and depthwise
+    convolutions have ``preconditioner=None``. Positions, norms and biases have ``weight_decay=0.0``. Stacked experts have
+    ``batch_dims=1``, and fused queries, keys and values are split. ``kinds`` replaces the options of a kind, ``None`` as options
+    ignores it, and ``kinds=None`` ignores all. All other parameters are the first group, without options of their own.
+    ``docs/recipes.md`` defines names and kinds exactly.
 
     >>> import torch, lather
     >>> model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 24), torch.nn.LayerNorm(24))
@@ -63,27 +63,29 @@ def route(
     rules = list(rules)
     patterns = [_pattern(i, rule) for i, rule in enumerate(rules, 1)]
     labels = [f"rule {i}: {pattern.pattern}" for i, pattern in enumerate(patterns, 1)]
-    options: dict[str, Options] = {"no rule": {}} | {label: rule[1] for label, rule in zip(labels, rules, strict=True)}
-    is_module, by_kind = isinstance(model, nn.Module), _kinds(kinds)
-    options |= {f"kind: {kind}": given for kind, given in by_kind.items() if is_module}
-    parts: dict[str, list[tuple[str, Tensor]]] = {label: [] for label in options}
+    given = _checked(kinds)
+    order = ["no rule", *labels, *(f"kind: {kind}" for kind in KINDS)]
+    groups: dict[tuple[int, str], dict[str, Any]] = {}  # a kind may have several, with different options
     for item in found:
-        matching = [label for label, pattern in zip(labels, patterns, strict=True) if item.matches(pattern)]
-        matching += [f"kind: {kind}" for kind in by_kind if kind in item.kinds]
-        parts[(*matching, "no rule")[0]].append((item.names[0], item.param))
+        matching = [(label, rules[i][1]) for i, label in enumerate(labels) if item.matches(patterns[i])]
+        label, options = (*matching, *item.options(given), ("no rule", {}))[0]
+        group = groups.setdefault((order.index(label), str(options)), {"params": [], **options, "rule": label})
+        group["params"].append((item.names[0], item.param))
+    used = {group["rule"] for group in groups.values()}
     for i, label in enumerate(labels):
-        if not parts[label]:
+        if label not in used:
             raise ValueError(_unused(i, patterns, found))
     for kind in kinds or ():
-        if not parts.get(f"kind: {kind}"):
-            fix = "leave it out" if is_module else "leave it out, or pass the model itself: names alone do not tell kinds"
+        if given[kind] is not None and f"kind: {kind}" not in used:
+            fix = "leave it out"
+            fix += "" if isinstance(model, nn.Module) else ", or pass the model itself: names alone do not tell kinds"
             raise ValueError(f"kinds has options for {kind!r}, but the rules leave no parameter of that kind; {fix}")
-    return [{"params": part, **options[label], "rule": label} for label, part in parts.items() if part]
+    return [groups[key] for key in sorted(groups, key=lambda key: key[0])]
 
 
-def is_kind(group: Mapping[str, Any]) -> bool:
-    """Whether a group was made for a kind of parameters."""
-    return str(group.get("rule", "")).startswith("kind: ")
+def has_no_matrices(group: Mapping[str, Any]) -> bool:
+    """Whether a group was made for a kind that has no matrices of hidden layers."""
+    return any(group.get("rule") == f"kind: {kind}" for kind in KINDS if kind not in OF_MATRICES)
 
 
 def _parameters(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[_Named]:
@@ -101,37 +103,18 @@ def _parameters(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[_Named]
     for item in found.values():
         names = [WRAPPERS.sub("", name) for name in item.names]
         item.plain = [name.removeprefix("module.") for name in names] if wrapped else names
-    if isinstance(model, nn.Module):
-        _find_kinds(model, found)
+    for key, kinds in kinds_of(model).items() if isinstance(model, nn.Module) else ():
+        found[key].kinds = kinds
     return list(found.values())
 
 
-def _find_kinds(model: nn.Module, found: Mapping[int, _Named]) -> None:
-    last, tables = None, set()
-    for module in model.modules():
-        for item in (found[id(param)] for param in module.parameters(recurse=False)):
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                item.kinds.add("embedding")
-                tables.add(item.param.shape)
-            if isinstance(module, NORMS) or re.search(r"norm(\d+d)?$", type(module).__name__, re.IGNORECASE):
-                item.kinds.add("norm")
-            if item.param.dim() < 2 or item.names[0].endswith("bias"):
-                item.kinds.add("bias")
-        if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
-            for item in (found[id(param)] for param in module.parameters()):
-                item.kinds |= {"head"} if item.param.dim() > 1 else set()
-        if isinstance(module, nn.Linear):
-            last = module
-    if last is not None and last.weight.shape in tables and id(last.weight) in found:
-        found[id(last.weight)].kinds.add("head")
-
-
-def _kinds(given: Mapping[str, Options] | None) -> dict[str, Options]:
-    for kind, options in (given or {}).items():
+def _checked(kinds: Kinds | None) -> Kinds:
+    for kind, options in (kinds or {}).items():
         if kind not in KINDS:
             raise ValueError(f"kinds has the unknown kind {kind!r}; there are {', '.join(map(repr, KINDS))}")
-        _check_options(options, f"kind {kind!r}")
-    return {} if given is None else KINDS | dict(given)
+        if options is not None:
+            _check_options(options, f"kind {kind!r}")
+    return dict.fromkeys(KINDS) if kinds is None else kinds
 
 
 def _pattern(number: int, rule: Any) -> re.Pattern[str]:

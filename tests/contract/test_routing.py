@@ -78,9 +78,7 @@ def test_rules_and_kinds() -> None:
 def test_what_no_rule_takes_comes_first() -> None:
     groups = lather.route(Model())
     assert groups[0].keys() == {"params", "rule"}
-    assert [name for name, _ in groups[0]["params"]] == [
-        f"layers.{i}.{name}" for i in range(2) for name in ("experts", "qkv.weight")
-    ]
+    assert [name for name, _ in groups[0]["params"]] == [f"layers.{i}.qkv.weight" for i in range(2)]
     assert taken(lather.route(Model(), kinds=None)) == {"no rule": [name for name, _ in Model().named_parameters()]}
 
 
@@ -202,7 +200,7 @@ def test_rules_have_the_arguments_of_presets(make: Any) -> None:
     given = {name: p.default for name, p in inspect.signature(make).parameters.items() if p.default is not p.empty}
     for name in given.keys() & {"adamw", *refused}:
         del given[name]
-    opt = make(lather.route(Model(), [(r"qkv\.weight", given)]))
+    opt = make(lather.route(Model(), [(r"qkv\.weight", given)], kinds={"experts": None}))
     assert opt.param_groups[1]["param_names"] == ["layers.0.qkv.weight", "layers.1.qkv.weight"]
     assert without_params(opt.param_groups[1]) == without_params(opt.param_groups[0])
 
@@ -213,7 +211,7 @@ def without_params(group: dict[str, Any]) -> dict[str, Any]:
 
 def test_rules_go_by_whoever_takes_the_groups() -> None:
     def routed(make: Any, options: dict[str, Any]) -> Any:
-        return make(lather.route(Model(), [(r"qkv\.weight", options)])).param_groups[1]
+        return make(lather.route(Model(), [(r"qkv\.weight", options)], kinds={"experts": None})).param_groups[1]
 
     assert routed(lather.muon, {"ns_steps": 3, "momentum": 0.5})["polar"] == "newton_schulz(steps=3, eps=1e-07)"
     assert routed(lather.soap, {"max_precond_dim": 4})["max_preconditioner_dim"] == 4
@@ -406,7 +404,7 @@ def test_nearest_names(pattern: str, names: list[str]) -> None:
 
 
 def test_bad_kinds() -> None:
-    with pytest.raises(ValueError, match="unknown kind 'embed'; there are 'embedding'"):
+    with pytest.raises(ValueError, match="unknown kind 'embed'; there are 'position', 'embedding'"):
         lather.route(Model(), kinds={"embed": {}})
     with pytest.raises(ValueError, match="kinds has options for 'head'"):
         lather.route(Model(tied=True), kinds={"head": {}})

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..optimizer import Shampoo
 from ..options import OPTIONS
 from ..roots import NewtonSchulz
-from ..routing import is_kind
+from ..routing import has_no_matrices
 from .from_torch import IGNORED, REFUSED, build, carry, listed, plain
 
 MUON = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")  # these become other options
@@ -37,7 +37,8 @@ def muon(
     """``Shampoo`` with the arguments of ``torch.optim.Muon`` for matrices, and of ``torch.optim.AdamW`` for everything else.
 
     ``adamw`` has the arguments of AdamW, with torch's defaults. AdamW takes parameters with fewer than two dimensions larger
-    than 1, embeddings, LM heads, norms and biases of a model, and groups with another ``preconditioner``. ``betas`` is refused.
+    than 1, all kinds of a model (:func:`lather.route`) other than fused matrices and experts, and groups with another
+    ``preconditioner``. ``betas`` is refused.
 
     >>> import torch, lather
     >>> model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 24), torch.nn.LayerNorm(24))
@@ -87,7 +88,7 @@ def _groups(items: list[Any], given: dict[str, Any], adamw: dict[str, Any]) -> l
             found.append(group)  # torch explains the mistake
             continue
         own = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-        takes_matrices = own.get("preconditioner", None if is_kind(group) else "spectral") == "spectral"
+        takes_matrices = own.get("preconditioner", None if has_no_matrices(group) else "spectral") == "spectral"
         params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         if "param_names" in group:
             params = list(zip(group["param_names"], params, strict=True))
