@@ -3,8 +3,8 @@
     python -m experiments.ablations --data DIR                              # all of them, the first ones first
     python -m experiments.ablations --data DIR --only '/(exponent|eps)'     # some
 
-The task and everything that is not varied are those of `shampoo@10` in experiments.wikitext, which is the default that they are
-compared with, at the learning rate LR, which is the best of AdamW's grid: what a user has who changes the class only. Those that
+The task and everything that is not varied are those of `paper` in experiments.wikitext, which they are compared with, at the
+learning rate LR, which is the best of AdamW's grid. Those that
 experiments.wikitext has already, other frequencies and KL-Shampoo, are not run again (experiments.report).
 Variations that change the length of a step have a grid of their own around what it should be.
 """
@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments import harness, tasks, wikitext
-from experiments.recipes import ALIKE, Recipe
+from experiments.recipes import Recipe
 
 LR = 2e-3
-BASE = wikitext.SHAMPOO._replace(rates=(LR,))
+BASE = wikitext.RECIPES["paper"]._replace(rates=(LR,))
+ALIKE = {"kinds": None}
 
 # By name. First what might become a default: when and how often roots are refreshed while factors move fast, the exponent,
 # who is preconditioned, averages (AdamW's default for betas is the first of them), damping.
@@ -93,6 +94,7 @@ SLOW = {"root=eigh": {"root": "eigh"}, "root=qr": {"root": "qr"}}  # several tim
 
 
 def variations() -> Iterator[tuple[str, Recipe]]:
+    yield "default", BASE
     single = {f"{option}={value}": {option: value} for option, values in FACTORS.items() for value in values}
     yield from ((name, BASE.varied(options)) for name, options in (CANDIDATES | single | OTHERS).items())
     yield "averaging=schedule_free", BASE.varied(SCHEDULE_FREE, (1.0, 2.0))._replace(constant=True)
@@ -107,12 +109,12 @@ def variations() -> Iterator[tuple[str, Recipe]]:
 EXPERIMENT = harness.Experiment(
     name="ablations",
     doc=__doc__,
-    task=tasks.bytes_task,
+    task=tasks.wikitext,
     tiny=tasks.tiny_bytes,
     unit="steps",
     lengths=(1500,),
     recipes=dict(variations()),
-    base=BASE,
+    base="default",
     score="bits",
     looks=6,
 )

@@ -1,6 +1,6 @@
 """Training runs, and a command line that does those of a list which a log does not have yet.
 
-    --runs NAME ...     of the experiment's table (all), or a root solver and the steps between refreshes: eigh@50
+    --runs NAME ...     of the experiment's table (all); shampoo@50 is refreshed every 50 steps, eigh@50 by that root solver
     --options JSON ...  lather with other options, a run for each: '{"root": "eigh"}'
     --lr, --seeds       instead of each recipe's grid, and of seed 0
     --bracket           go on by factors of two until the best of each has worse ones on both sides; from one --lr, uphill
@@ -41,17 +41,22 @@ from experiments.recipes import Optimizers, Recipe
 from experiments.tasks import Task
 
 
+def one_path(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", type=pathlib.Path, help="where the data are")
+
+
 class Experiment(NamedTuple):
     name: str  # and that of its log
     doc: str
-    task: Callable[[Any], Task]  # from where the data are
+    task: Callable[[argparse.Namespace], Task]  # from the command line
     tiny: Callable[[], Task]  # for a CPU, from data that are made up
     unit: str  # "steps" or "epochs"
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # none: as long as the data are enough for
     recipes: Mapping[str, Recipe]
-    base: Recipe  # what --options and eigh@50 vary
+    base: str  # what --options and eigh@50 vary
     score: str  # what the best learning rate has the least of
     looks: int | None = None  # evaluations in a run, if not as many as the task has
+    arguments: Callable[[argparse.ArgumentParser], None] = one_path  # of this experiment alone: where the data are
 
 
 # One run.
@@ -80,8 +85,7 @@ def train(task: Task, run: Run, recipe: Recipe, write: Callable[[Row], None], lo
     for step in range(1, steps + 1):
         for group, lr in peaks:
             group["lr"] = lr * task.rate(step, steps, recipe.constant)
-        loss = task.loss(task.batch(step))
-        loss.backward()
+        loss = task.backward(step)
         if task.clip:
             nn.utils.clip_grad_norm_(task.model.parameters(), task.clip)
         with watched(memory, most) if step > watch else nullcontext():
@@ -89,7 +93,7 @@ def train(task: Task, run: Run, recipe: Recipe, write: Callable[[Row], None], lo
                 opt.step()
         for opt in optimizers:
             opt.zero_grad()
-        total += loss.detach()
+        total += loss
         if step * looks // steps > (step - 1) * looks // steps:
             seconds += (now() - begin) / 1e3
             rows.append({"step": step, "seconds": seconds, "train_loss": total.item() / (step - since)})
@@ -103,7 +107,16 @@ def train(task: Task, run: Run, recipe: Recipe, write: Callable[[Row], None], lo
             since, begin = step, now()
     state = {"state_mib": sum(map(state_mib, optimizers)), "peak_mib": None, "step_peak_mib": None}
     end |= {"steps": steps, "seconds": seconds, "ms": steady_ms(rows), "solvers": solvers(*optimizers)}
-    return end | state | most
+    return end | state | most | reached(task, rows)
+
+
+def reached(task: Task, rows: list[Row]) -> Row:
+    """When the task's goal was reached, if it has one."""
+    if task.goal is None:
+        return {}
+    name, value = task.goal
+    first = next((row for row in rows if row[name] <= value), {})
+    return {"goal_step": first.get("step"), "goal_seconds": first.get("seconds")}
 
 
 @contextmanager
@@ -140,6 +153,10 @@ def steady_ms(rows: list[Row]) -> float:
 
 def main(experiment: Experiment, argv: list[str]) -> int:
     args = parse(experiment, argv)
+    task = None
+    if not args.lengths:
+        task = load(experiment, args)
+        args.lengths = [task.most]
     finished = log.read(args.log)
     wanted, done = list(chosen(experiment, args, finished)), {f.run.key for f in finished}
     print(f"{len(wanted)} runs, {sum(run.key in done for run, _ in wanted)} of them in {args.log}")
@@ -148,14 +165,34 @@ def main(experiment: Experiment, argv: list[str]) -> int:
     if args.list:
         print(*("done  " * (run.key in done) + run.key for run, _ in wanted), sep="\n")
         return 0
-    return perform(experiment, args) if any(run.key not in done for run, _ in wanted) else 0
+    if all(run.key in done for run, _ in wanted):
+        return 0
+    return perform(experiment, task or load(experiment, args), args)
+
+
+def load(experiment: Experiment, args: argparse.Namespace) -> Task:
+    """The task, if the data are enough and the log is of the same."""
+    start = time.perf_counter()
+    try:
+        task = experiment.tiny() if args.tiny else experiment.task(args)
+        for length in args.lengths or [1]:
+            task.steps(length)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+    for finished in log.read(args.log):
+        for name, value in task.settings.items():
+            before = finished.end.get(name, value)
+            if finished.run.task == experiment.name and before != value:
+                raise SystemExit(f"error: {args.log} has runs with {name} {before}, and this is {value}; give another --log")
+    print(f"data: {time.perf_counter() - start:.1f} s", flush=True)
+    return task
 
 
 def parse(experiment: Experiment, argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=f"{experiment.doc}\n{__doc__}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=pathlib.Path, help="where the data are")
+    experiment.arguments(parser)
     parser.add_argument("--runs", nargs="*", metavar="NAME")
     parser.add_argument("--options", nargs="+", type=json.loads, default=[], metavar="JSON")
     parser.add_argument("--lr", nargs="+", type=float)
@@ -175,7 +212,7 @@ def parse(experiment: Experiment, argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.best and args.bracket:
         parser.error("--bracket looks for the learning rate that --best takes; give one, then the other")
-    if not (args.data or args.tiny or args.list):
+    if not (args.data or args.tiny or (args.list and args.lengths)):
         parser.error("--data says where the data are; --tiny does without")
     args.log = args.log or log.RESULTS / f"{experiment.name}{'-tiny' * args.tiny}.jsonl"
     try:
@@ -188,7 +225,7 @@ def parse(experiment: Experiment, argv: list[str]) -> argparse.Namespace:
 def recipes(experiment: Experiment, args: argparse.Namespace) -> dict[str, Recipe]:
     """Those that are asked for, by name. What lather refuses is an error, or if it was not asked for by name, left out."""
     named = {name: find(experiment, name) for name in args.runs or ()}
-    named |= {spell(options): experiment.base.varied(options) for options in args.options}
+    named |= {spell(options): experiment.recipes[experiment.base].varied(options) for options in args.options}
     for name, recipe in named.items():
         if why := recipe.why_not():
             raise ValueError(f"{name}: {why}")
@@ -206,10 +243,12 @@ def recipes(experiment: Experiment, args: argparse.Namespace) -> dict[str, Recip
 def find(experiment: Experiment, name: str) -> Recipe:
     if name in experiment.recipes:
         return experiment.recipes[name]
-    root, at, frequency = name.rpartition("@")
+    first, at, frequency = name.rpartition("@")
     if not (at and frequency.isdigit()):
         raise ValueError(f"{name} is neither one of {', '.join(experiment.recipes)} nor a root solver such as eigh@50")
-    return experiment.base.varied({"root": root, "precondition_frequency": int(frequency)})
+    options = {} if first in experiment.recipes else {"root": first}
+    recipe = experiment.recipes[experiment.base if options else first]
+    return recipe.varied(options | {"precondition_frequency": int(frequency)})
 
 
 def spell(options: Mapping[str, Any]) -> str:
@@ -251,14 +290,12 @@ def warn_of_edges(experiment: Experiment, args: argparse.Namespace, finished: li
                 print(f"{name}: the best may be beyond those that were tried, such as {rate:g}; --bracket looks for it")
 
 
-def perform(experiment: Experiment, args: argparse.Namespace) -> int:
+def perform(experiment: Experiment, task: Task, args: argparse.Namespace) -> int:
     """Train one after the other. A run that fails is in the log as failed, and will be run again the next time."""
     start, took, failures, begun = time.perf_counter(), dict[str, float](), 0, set[str]()
     torch.set_float32_matmul_precision("high")
-    task = experiment.tiny() if args.tiny else experiment.task(args.data)
-    loaded = time.perf_counter()
     task.compile(args.compile_mode)
-    print(f"data {loaded - start:.1f} s, compilation {time.perf_counter() - loaded:.1f} s", flush=True)
+    print(f"compilation: {time.perf_counter() - start:.1f} s", flush=True)
     while left := unfinished(experiment, args, begun):
         begin, (run, recipe) = time.perf_counter(), left[0]
         if begin - start + took.get(run.optimizer, max(took.values(), default=0.0)) > args.budget:
@@ -301,5 +338,6 @@ def record(task: Task, run: Run, recipe: Recipe, args: argparse.Namespace) -> Ro
 
 
 def describe(end: Row) -> str:
-    shown = ("end", "train_loss", "train_error", "valid_error", "bits", "ms", "seconds", "state_mib", "error")
-    return ", ".join(f"{k} {end[k]:.4g}" if isinstance(end[k], float) else f"{end[k]}" for k in shown if k in end)
+    numbers = ("train_loss", "valid_loss", "train_error", "valid_error", "bits", "ms", "seconds", "state_mib")
+    shown = [f"{name} {end[name]:.4g}" for name in (*numbers, "goal_step", "goal_seconds") if end.get(name) is not None]
+    return ", ".join([end["end"], *shown, *([end["error"]] if "error" in end else [])])

@@ -31,7 +31,7 @@ class Recipe(NamedTuple):
         return None
 
     def varied(self, options: Mapping[str, Any], factors: tuple[float, ...] = (1.0,)) -> Recipe:
-        """Other options beside, and the grid times some factors."""
+        """With other options, and the grid times some factors."""
         rates = tuple(rate * factor for rate in self.rates for factor in factors)
         return self._replace(options={**self.options, **options}, rates=rates)
 
@@ -41,27 +41,24 @@ def powers(first: float, count: int) -> tuple[float, ...]:
     return tuple(first * 2**k for k in range(count))
 
 
-def adamw(model: nn.Module, lr: float, decay_norms: bool = True, **options: Any) -> Optimizers:
-    vectors = [p for p in model.parameters() if p.dim() < 2 and not decay_norms]
-    others = [p for p in model.parameters() if p.dim() >= 2 or decay_norms]
-    groups = [{"params": others}, {"params": vectors, "weight_decay": 0.0}]
-    return [torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, fused=True, **options)]
+def adamw(model: nn.Module, lr: float, **options: Any) -> Optimizers:
+    return [torch.optim.AdamW(model.parameters(), lr=lr, fused=True, **options)]
 
 
 def sgd(model: nn.Module, lr: float, **options: Any) -> Optimizers:
     return [torch.optim.SGD(model.parameters(), lr=lr, fused=True, **options)]
 
 
-ALIKE = {"kinds": None}  # options with which lather treats all parameters alike
+def given(make: Callable[..., torch.optim.Optimizer]) -> Make:
+    """``make(model)``, with options for kinds and rules for names if there are any; ``kinds=None`` treats all parameters alike."""
+
+    def optimizers(model: nn.Module, lr: float, rules: Any = (), kinds: Any = NOTHING, **options: Any) -> Optimizers:
+        return [make(lather.route(model, rules, kinds=kinds), lr=lr, **options)]
+
+    return optimizers
 
 
-def shampoo(model: nn.Module, lr: float, rules: Any = (), kinds: Any = NOTHING, **options: Any) -> Optimizers:
-    """``lather.Shampoo(model)``, or with rules for parameters, other options for kinds, or with ``kinds=None`` all alike."""
-    return [lather.Shampoo(lather.route(model, rules, kinds=kinds), lr=lr, **options)]
-
-
-def from_sgd(model: nn.Module, lr: float, kinds: Any = NOTHING, **options: Any) -> Optimizers:
-    return [lather.from_sgd(lather.route(model, kinds=kinds), lr=lr, **options)]
+shampoo, from_adamw, from_sgd = given(lather.Shampoo), given(lather.from_adamw), given(lather.from_sgd)
 
 
 def hidden(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
@@ -85,3 +82,28 @@ def lather_muon(model: nn.Module, lr: float, betas: tuple[float, float], weight_
     scale, adam = {"adjust_lr_fn": "match_rms_adamw"}, {"lr": lr, "betas": betas, "weight_decay": weight_decay}
     groups = [matrices, others | {"preconditioner": None}]
     return [lather.muon(groups, lr=lr, weight_decay=weight_decay, adamw=adam, **scale | options)]
+
+
+# The settings of the paper, whatever lather's defaults are.
+PAPER: dict[str, Any] = {"exponent": None, "damping": "absolute", "eps": 1e-12, "refresh_warmup": 0.0, "beta3": None}
+BETAS = {"betas": (0.9, 0.95)}
+DECAY = {"weight_decay": 0.1}
+
+
+def for_transformers(rates: tuple[float, ...]) -> dict[str, Recipe]:
+    """Weight decay is 0.1 for everyone, and AdamW's betas are (0.9, 0.95), also those of the AdamW beside Muon.
+
+    ``shampoo`` is lather given the model, with nothing else set; ``kl`` and ``soap`` are its other methods, without a graft for
+    SOAP, as its authors have it. ``paper`` has the settings of the paper.
+    """
+    ours = Recipe(shampoo, DECAY, rates)
+    return {
+        "adamw": Recipe(adamw, BETAS | DECAY, rates),
+        "muon": Recipe(muon, BETAS | DECAY, rates),
+        "lather-muon": Recipe(lather_muon, BETAS | DECAY, rates),
+        "soap": ours.varied({"preconditioner": "soap", "graft": None}),
+        "kl": ours.varied({"preconditioner": "kl"}),
+        "shampoo": ours,
+        "from_adamw": Recipe(from_adamw, DECAY, rates),
+        "paper": ours.varied(BETAS | PAPER),
+    }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -33,6 +34,8 @@ class Task(ABC):
     clip: float | None  # the largest norm of the gradient
     warmup: int  # one of so many steps
     floor: float  # where the cosine ends
+    most: int | None = None  # the longest run that the data are enough for
+    goal: tuple[str, float] | None = None  # a value and where it is to get to
     model: nn.Module
 
     def begin(self, seed: int) -> None:
@@ -48,12 +51,15 @@ class Task(ABC):
             self.loss_of = torch.compile(self.loss_of, dynamic=False, mode=mode)
             self.score = torch.compile(self.score, dynamic=False)
         self.begin(0)
-        self.loss(self.batch(1)).backward()
+        self.backward(1)
         self.model.zero_grad()
         self.evaluate()
 
-    def loss(self, batch: Batch) -> Tensor:
-        return self.loss_of(self.model, *batch)
+    def backward(self, step: int) -> Tensor:
+        """Add the gradients of a step; its loss."""
+        loss = self.loss_of(self.model, *self.batch(step))
+        loss.backward()
+        return loss.detach()
 
     # Plain functions of the model and a batch, replaced by compiled ones.
     loss_of: Callable[..., Tensor]
@@ -95,48 +101,142 @@ class Task(ABC):
         yield
 
 
+# The order of windows in training: from the bytes that a window may begin at, its length and that of a batch.
+Order = Callable[[int, int, int, torch.Generator], Iterator[Tensor]]
+
+
+def drawn(size: int, context: int, batch: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Windows that begin anywhere, drawn independently, without end."""
+    while True:
+        yield torch.randint(0, size - context - 1, (batch,), generator=generator, device=generator.device)
+
+
+def once(size: int, context: int, batch: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Windows side by side, shuffled: every byte is predicted at most once."""
+    starts = context * torch.randperm((size - 1) // context, generator=generator, device=generator.device)
+    yield from starts[: len(starts) // batch * batch].view(-1, batch)
+
+
 @final
 class Bytes(Task):
-    """A byte-level transformer on text: 6 layers, width 384, 6 heads, context 256, no biases, untied head, 10.9M parameters.
+    """A byte-level transformer on text, without biases and with a head of its own.
 
-    Batches of 128, a fifteenth of the steps warm-up, cosine to 5%, gradients clipped to 1.0, bf16 autocast. Validation is the
-    mean over 10 fixed batches, in bits per byte.
+    As it stands it has 6 layers, width 384, 6 heads, context 256, 10.9M parameters, and batches of 128. A fifteenth of the steps
+    warm-up, cosine to 5%, gradients clipped to 1.0, bf16 autocast. Validation is the mean over 10 fixed batches, in bits per byte.
     """
 
     clip, warmup, floor = 1.0, 15, 0.05
 
-    def __init__(self, text: data.Text, layers=6, width=384, heads=6, context=256, batch=128):
-        self.text, self.size = text, batch
+    def __init__(self, text: data.Text, order: Order = drawn, layers=6, width=384, heads=6, context=256, batch=128):
+        self.text, self.order, self.size = text, order, batch
         self.shape = {"layers": layers, "width": width, "heads": heads, "context": context}
-        self.settings = self.shape | {"batch": batch, "warmup": "1/15", "floor": self.floor, "clip": self.clip}
+        self.settings = self.shape | {"batch": batch, "warmup": "1/15", "floor": self.floor, "clip": self.clip} | text.about
+        if len(text.valid) < context + 2:
+            raise ValueError(f"a window has {context + 1} bytes, and the text for validation {len(text.valid)}; give more files")
+        if order is once:
+            self.most = (len(text.train) - 1) // context // batch
         self.loss_of = self.score = loss_of
         self.model = self.make_model().to(DEVICE)
         generators = [torch.Generator().manual_seed(1000 + i) for i in range(10)]
-        self.held = [self.window(text.valid, self.starts(text.valid, g).to(DEVICE)) for g in generators]
+        starts = [next(drawn(len(text.valid), context, batch, g)) for g in generators]
+        self.held = [self.window(text.valid, start.to(DEVICE)) for start in starts]
 
     def make_model(self) -> nn.Module:
         return Transformer(vocab=256, tied=False, bias=False, **self.shape)
 
+    def begin(self, seed: int) -> None:
+        super().begin(seed)
+        self.starts = self.order(len(self.text.train), self.shape["context"], self.size, self.generator)
+
     def steps(self, length: int) -> int:
+        if self.most is not None and length > self.most:
+            needed, have = length * self.size * self.shape["context"] + 1, len(self.text.train)
+            missing = f"{needed - have:,} are missing"
+            raise ValueError(f"--steps {length} needs {needed:,} bytes, each once, and there are {have:,}: {missing}")
         return length
 
     def looks(self, length: int) -> int:
         return min(length, 30)
-
-    def starts(self, text: Tensor, generator: torch.Generator) -> Tensor:
-        last = len(text) - self.shape["context"] - 1
-        return torch.randint(0, last, (self.size,), generator=generator, device=generator.device)
 
     def window(self, text: Tensor, starts: Tensor) -> Batch:
         window = text[starts[:, None] + torch.arange(self.shape["context"] + 1, device=DEVICE)].long()
         return window[:, :-1], window[:, 1:]
 
     def batch(self, step: int) -> Batch:
-        return self.window(self.text.train, self.starts(self.text.train, self.generator))
+        return self.window(self.text.train, next(self.starts))
 
     def losses(self) -> dict[str, float]:
         nats = torch.stack([self.score(self.model, *batch) for batch in self.held]).mean().item()
         return {"valid_loss": nats, "bits": nats / math.log(2)}
+
+
+@final
+class Tokens(Task):
+    """GPT-2 on shards of tokens, read in order, each token once.
+
+    As it stands it has 12 layers, width 768, 12 heads, a tied head and 124M parameters, and a step takes 512 x 1024 tokens in
+    parts of 32 x 1024. A fiftieth of the steps warm-up, then constant, and linear to zero in the last 70%; bf16 autocast. The
+    validation loss is in nats, over the first 10,485,760 tokens, every 125 steps.
+    """
+
+    clip, warmup, floor = 1.0, 50, 0.0
+    goal = "valid_loss", 3.28
+
+    def __init__(self, shards: data.Shards, layers=12, width=768, heads=12, vocab=50304, context=1024, batch=512, part=32):
+        if batch % part:
+            raise ValueError(f"--batch {batch} is not a multiple of --part {part}")
+        self.shards, self.size, self.part, self.context = shards, batch, part, context
+        self.shape = {"layers": layers, "width": width, "heads": heads, "vocab": vocab, "context": context}
+        self.settings = self.shape | {"batch": batch, "warmup": "1/50", "floor": self.floor, "clip": self.clip}
+        length = batch * context
+        self.places = [(shard, start) for shard in shards.train for start in range(0, len(shard) - length, length)]
+        self.most = len(self.places)
+        windows = min(data.VALIDATED, len(shards.valid) - 1) // (part * context) * part
+        if not windows:
+            raise ValueError(f"{part * context + 1:,} tokens are needed for validation, and there are {len(shards.valid):,}")
+        self.settings["valid_tokens"] = windows * context
+        if (largest := int(shards.valid[: windows * context + 1].int().max())) >= vocab:
+            raise ValueError(f"there is a token {largest}, and a vocabulary of {vocab}")
+        self.held = self.parts(self.windows(shards.valid[: windows * context + 1]))
+        self.loss_of = self.score = loss_of
+        self.model = self.make_model().to(DEVICE)
+
+    def make_model(self) -> nn.Module:
+        return Transformer(**self.shape)
+
+    def windows(self, tokens: Tensor) -> Batch:
+        """From one more than a multiple of the context: inputs and targets, [windows, context]."""
+        tokens = tokens.int().to(DEVICE).long()
+        return tokens[:-1].view(-1, self.context), tokens[1:].view(-1, self.context)
+
+    def parts(self, batch: Batch) -> list[Batch]:
+        return list(zip(*(x.split(self.part) for x in batch), strict=True))
+
+    def steps(self, length: int) -> int:
+        if length > len(self.places):
+            raise ValueError(f"--steps {length} needs more shards: there are tokens for {len(self.places)} steps, each once")
+        return length
+
+    def looks(self, length: int) -> int:
+        return max(1, length // 125)
+
+    def rate(self, step: int, steps: int, constant: bool = False) -> float:
+        return min(1.0, step * self.warmup / steps, 1.0 if constant else (steps - step + 1) / (0.7 * steps))
+
+    def batch(self, step: int) -> Batch:
+        shard, start = self.places[step - 1]
+        return self.windows(shard[start : start + self.size * self.context + 1])
+
+    def backward(self, step: int) -> Tensor:
+        parts, total = self.parts(self.batch(step)), torch.zeros((), device=DEVICE)
+        for part in parts:
+            loss = self.loss_of(self.model, *part) / len(parts)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def losses(self) -> dict[str, float]:
+        return {"valid_loss": torch.stack([self.score(self.model, *part) for part in self.held]).mean().item()}
 
 
 def score_images(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -234,27 +334,45 @@ class Images(Task):
         return row
 
 
-# The tasks by name, from data or, tiny, for a CPU.
+# The tasks by name, from what the command line says or, tiny, for a CPU.
 
 
-def bytes_task(folder: Any) -> Task:
-    return Bytes(data.wikitext(folder))
+def wikitext(args: Namespace) -> Task:
+    return Bytes(data.wikitext(args.data))
 
 
 def tiny_bytes() -> Task:
     return Bytes(data.made_up_text(), layers=1, width=16, heads=2, context=16, batch=4)
 
 
-def resnet_task(path: Any) -> Task:
-    return Images(data.cifar10(path), nets.ResNet18)
+def text(args: Namespace) -> Task:
+    shape = {name: getattr(args, name) for name in ("layers", "width", "heads", "context", "batch")}
+    return Bytes(data.folders(args.data, args.glob or ["*"]), once, **shape)
+
+
+def tiny_text() -> Task:
+    return Bytes(data.made_up_text(), once, layers=1, width=16, heads=2, context=16, batch=4)
+
+
+def nanogpt(args: Namespace) -> Task:
+    shape = {name: getattr(args, name) for name in ("layers", "width", "heads", "vocab", "context", "batch", "part")}
+    return Tokens(data.shards(args.data), **shape)
+
+
+def tiny_tokens() -> Task:
+    return Tokens(data.made_up_tokens(), layers=1, width=16, heads=2, vocab=64, context=16, batch=4, part=2)
+
+
+def resnet(args: Namespace) -> Task:
+    return Images(data.cifar10(args.data), nets.ResNet18)
 
 
 def tiny_resnet() -> Task:
     return Images(data.made_up_images(), lambda: nets.ResNet18(width=4), batch=16)
 
 
-def vit_task(path: Any) -> Task:
-    return Images(data.cifar10(path), nets.VisionTransformer, clip=1.0)
+def vit(args: Namespace) -> Task:
+    return Images(data.cifar10(args.data), nets.VisionTransformer, clip=1.0)
 
 
 def tiny_vit() -> Task:

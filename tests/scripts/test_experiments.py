@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import pathlib
-from collections.abc import Iterator
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from experiments import data, harness, log, nets, recipes, report, tasks
 pytestmark = pytest.mark.scripts
 
 NAMES = ("wikitext", "resnet", "vit", "ablations")
-EXPERIMENTS = {name: importlib.import_module(f"experiments.{name}").EXPERIMENT for name in NAMES}
+EXPERIMENTS = {name: importlib.import_module(f"experiments.{name}").EXPERIMENT for name in (*NAMES, "text", "nanogpt")}
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +37,13 @@ def run(name: str, path: pathlib.Path, *argv: object, status: int = 0) -> list[l
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Logs of all four experiments."""
-    before, folder = torch.get_float32_matmul_precision(), tmp_path_factory.mktemp("results")
+    """Logs of all experiments that have been run, beside pages to fill."""
+    before, root = torch.get_float32_matmul_precision(), tmp_path_factory.mktemp("root")
+    folder = root / "experiments" / "results"
+    for page in ("docs/results.md", "experiments/results/README.md"):
+        (root / page).parent.mkdir(parents=True)
+        (root / page).write_text((report.ROOT / page).read_text())
+    (root / "README.md").write_text("# lather\n<!-- results --><!-- end of results -->\n")
     torch.set_num_threads(1)
 
     def do(name: str, *argv: object) -> None:
@@ -44,9 +52,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     do("wikitext", "--runs", "adamw", "eigh@4", "--lr", 4e-3, 8e-3, "--steps", 12)
     do("wikitext", "--runs", "adamw", "eigh@4", "--best", "--steps", 12, "--seeds", 1)
     do("wikitext", "--runs", "eigh@4", "--best", "--steps", 8, "--looks", 4)
-    do("resnet", "--runs", "sgd", "shampoo@10", "--lr", 0.1, "--epochs", 2, 1)
+    do("wikitext", "--runs", "muon", "shampoo", "--lr", 8e-3, "--steps", 12, "--shared")
+    do("resnet", "--runs", "sgd", "shampoo@1", "--lr", 0.1, "--epochs", 2, 1)
     do("vit", "--runs", "adamw", "muon", "--lr", 1e-3, "--epochs", 1)
-    do("wikitext", "--runs", "shampoo@10", "--lr", 2e-3, "--steps", 6, "--shared")
     do("ablations", "--only", "/(graft=sgd|qkv apart)/", "--steps", 6)
     torch.set_float32_matmul_precision(before)
     return folder
@@ -61,8 +69,8 @@ def test_looks_and_ends_are_complete(results: pathlib.Path) -> None:
             assert len(looks) == (4 if (name, run.length) == ("wikitext", 8) else run.length)
             assert all({"train_loss", "valid_loss"} <= set(look) for look in looks)
     runs = log.read(results / "resnet.jsonl")
-    assert {(f.run.optimizer, f.run.length) for f in runs} == {(o, n) for o in ("sgd", "shampoo@10") for n in (2, 1)}
-    assert [f.end["options"]["precondition_frequency"] for f in runs if f.run.optimizer != "sgd"] == [10, 10]
+    assert {(f.run.optimizer, f.run.length) for f in runs} == {(o, n) for o in ("sgd", "shampoo@1") for n in (2, 1)}
+    assert [f.end["options"]["precondition_frequency"] for f in runs if f.run.optimizer != "sgd"] == [1, 1]
 
 
 def test_a_second_call_runs_nothing_and_one_that_was_cut_goes_on(
@@ -106,7 +114,7 @@ def test_divergence_is_a_result_and_an_error_is_not(
     path, flags = tmp_path / "wikitext.jsonl", ("--runs", "adamw", "--lr", 1e-3, 1e30, "--steps", 12)
     _, lost = run("wikitext", path, *flags)
     assert lost.diverged and len(lost.looks) < 12 and lost.looks[-1]["bits"] is None
-    assert "| diverged |" in report.section("wikitext", path)
+    assert ", 1e+30: diverged |" in report.every_run(tmp_path)
 
     def explode(*_: object) -> None:
         raise RuntimeError("out of memory")
@@ -114,9 +122,9 @@ def test_divergence_is_a_result_and_an_error_is_not(
     with monkeypatch.context() as patch:
         patch.setattr(harness, "train", explode)
         assert len(run("wikitext", path, *flags, "--seeds", 1, status=1)) == 2
-    assert "out of memory" in path.read_text() and "Failed" in report.section("wikitext", path)
+    assert "out of memory" in path.read_text() and "Failed" in report.every_run(tmp_path)
     assert len(run("wikitext", path, *flags, "--seeds", 1)) == 4
-    assert "Failed" not in report.section("wikitext", path)
+    assert "Failed" not in report.every_run(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +316,7 @@ def test_every_image_is_augmented_anew_and_on_its_own() -> None:
 def test_averages_are_evaluated_with_norms_of_their_own() -> None:
     task = tasks.tiny_resnet()
     task.begin(0)
-    task.loss(task.batch(1))
+    task.backward(1)
     norm, before = task.model.norm, {name: x.clone() for name, x in task.model.state_dict().items()}
     with task.settled():
         x = torch.cat([x for x, _ in task.held["train"]])
@@ -318,71 +326,228 @@ def test_averages_are_evaluated_with_norms_of_their_own() -> None:
     assert all(map(torch.equal, before.values(), task.model.state_dict().values())) and norm.momentum == 0.1
 
 
-# The page.
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    """60 files of 100 bytes, one of them twice, one that is empty and one of another kind."""
+    for i in range(60):
+        file = tmp_path / "texts" / str(i % 3) / f"{i}.h"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(bytes([i] * 100))
+    (tmp_path / "texts" / "copy.h").write_bytes(file.read_bytes())
+    (tmp_path / "texts" / "empty.h").touch()
+    (tmp_path / "texts" / "other.txt").write_bytes(b"x" * 1000)
+    return tmp_path / "texts"
 
 
-def test_page_is_what_the_logs_say() -> None:
-    page = (report.DOCS / "results.md").read_text()
-    assert report.filled(page, log.RESULTS) == page, "run python -m experiments.report --write"
+def test_files_are_read_once_wherever_they_are(folder: pathlib.Path) -> None:
+    text = data.folders([folder], ["*.h"])
+    assert text.about["files"] == 58 and text.about["valid_files"] == 2 and text.about["bytes"] == 5800
+    assert sorted(torch.cat([text.train, text.valid]).tolist()) == sorted(100 * [*range(60)])
+    assert text.train.view(58, 100).unique(dim=1).shape == (58, 1)  # files are whole
+    assert text.train[::100].tolist() != sorted(text.train[::100].tolist())
+    moved = folder.rename(folder.with_name("moved"))
+    assert data.folders([moved, moved], ["*.h", "1*"]).about == text.about
+    (moved / "0" / "0.h").write_bytes(b"0" * 100)
+    assert data.folders([moved], ["*.h"]).about["sha256"] != text.about["sha256"]
+    with pytest.raises(ValueError, match="1 different files match"):
+        data.folders([moved], ["other.txt"])
 
 
-def test_report_of_small_logs(results: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    page = tmp_path / "results.md"
-    page.write_text((report.DOCS / "results.md").read_text())
-    flags = ["--results", str(results), "--page", str(page), "--write"]
-    assert report.main(flags) == 0
-    text = page.read_text()
-    assert report.filled(text, results) == text
-    assert all((tmp_path / f"images/{name}.png").stat().st_size > 1000 and f"images/{name}.png" in text for name in NAMES)
-    runs = log.read(results / "wikitext.jsonl")
-    group = next(g for g in report.best(runs, "bits") if g.optimizer == "eigh@4")
-    assert group.lr == 8e-3 and len(group.runs) == 2 and group.seeds == "2"
-    ends = [f.looks[-1]["bits"] for f in group.runs]
-    assert f"| {sum(ends) / 2:.3f} ± " in text and f"**{ends[0]:.3f}**" in text
-    assert "| sgd, 2 epochs |" in text and "| qkv apart |" in text
-    assert "| eigh@4, 8 steps |" in text and "that of its 12 steps" in text
-    (default,) = (line for line in text.splitlines() if line.startswith("| default | 0."))
-    (shampoo,) = (f.looks[-1]["bits"] for f in runs if f.run.optimizer == "shampoo@10")
-    assert f"| {shampoo:.3f} | n/a |" in default and "| n/a | n/a |" in default  # it shared the device, so no times
-    (apart,) = (f.looks[-1]["bits"] for f in log.read(results / "ablations.jsonl") if f.run.optimizer == "qkv apart")
-    assert f"| {apart:.3f} | {apart - shampoo:+.3f} |" in text
-    assert "at the edge of its grid" in text and "| adamw, 12 steps | 0.004 |" not in text
-    target = report.target(report.best(runs, "bits"), report.KINDS["wikitext"])
-    adamw = next(g for g in report.best(runs, "bits") if g.optimizer == "adamw")
-    assert adamw.first("bits", target) == 12 and report.race(adamw, report.KINDS["wikitext"], adamw)["reached"] == "12 (100%)"
-    step = group.first("bits", target)
-    curve = dict(zip(group.steps(), group.curve("bits"), strict=True))
-    assert step and curve[step] <= target and all(x > target for t, x in curve.items() if t < step)
+def test_validation_has_enough_and_no_more(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "EVERY", 2)
+    monkeypatch.setattr(data, "ENOUGH", 950)
+    about = data.folders([folder], ["*.h"]).about
+    assert (about["valid_files"], about["valid_bytes"], about["files"]) == (10, 950, 50)
 
 
-def test_training_losses_are_of_the_last_sixth_however_often_one_looked() -> None:
-    def group(*looks: tuple[int, float]) -> report.Group:
-        rows = [{"step": step, "train_loss": loss} for step, loss in looks]
-        return report.Group("adamw", 60, 0.1, [finished(0.1, 1.0)._replace(looks=rows)], "1")
+def test_every_byte_is_seen_once() -> None:
+    task = tasks.tiny_text()
+    task.text = task.text._replace(train=torch.arange(16 * 4 * 13 + 1, dtype=torch.int16))
+    seen = {}
+    for seed in (0, 1):
+        task.begin(seed)
+        seen[seed] = [task.batch(step) for step in range(1, 14)]
+    for batches in seen.values():
+        inputs, targets = (torch.cat([batch[i] for batch in batches]).flatten() for i in range(2))
+        assert targets.sort().values.equal(torch.arange(1, 16 * 4 * 13 + 1)) and targets.equal(inputs + 1)
+    assert not seen[0][0][0].equal(seen[1][0][0])
 
-    assert group((50, 9.0), (55, 2.0), (60, 1.0)).train_loss() == 1.5
-    assert group((50, 9.0), (60, 1.5)).train_loss() == group((60, 1.5)).train_loss() == 1.5
-    assert group((50, 9.0), (58, 2.0), (60, 1.0)).train_loss() == 1.8
+
+def text(folder: pathlib.Path, path: pathlib.Path, *argv: object) -> list[log.Finished]:
+    sizes = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "4"]
+    flags = ["--data", str(folder), "--glob", "*.h", *sizes, "--runs", "adamw", "shampoo", "--lr", "1e-3", "--log", str(path)]
+    assert harness.main(EXPERIMENTS["text"], [*flags, *map(str, argv)]) == 0
+    return log.read(path)
 
 
-def test_variations_are_compared_seed_by_seed() -> None:
-    def group(name: str, ends: dict[int, float]) -> report.Group:
-        return report.Group(name, 4, 0.1, [finished(0.1, bits, seed) for seed, bits in ends.items()], "")
+def test_text_of_a_folder_is_trained_on_as_far_as_it_goes(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "text.jsonl"
+    runs = text(folder, path, "--looks", 3)
+    assert [f.run.length for f in runs] == [5799 // 16 // 4] * 2 == [90, 90]
+    assert runs[0].end["bytes"] == 5800 and runs[0].end["width"] == 16 and len(runs[0].end["sha256"]) == 64
+    assert len(text(folder, path, "--best", "--steps", 12)) == 4
+    with pytest.raises(SystemExit, match="needs 6,401 bytes, each once, and there are 5,800: 601 are missing"):
+        text(folder, path, "--steps", 100)
+    with pytest.raises(SystemExit, match="runs with width 16, and this is 32"):
+        text(folder, path, "--width", 32, "--seeds", 1)
+    with pytest.raises(SystemExit, match="validation 200; give more files"):
+        text(folder, tmp_path / "other", "--context", 200)
 
-    groups = [
-        group("default", {0: 1.0, 1: 2.0, 2: 9.0}),
-        group("kinds=None", {0: 1.5}),
-        group("eps=1", {0: 1.25, 1: 2.5}),
-        group("kinds=None,eps=1", {0: 1.25}),
-        group("eps=2", {7: 1.0}),
-    ]
-    differences = [report.over(g, groups, report.BITS) for g in groups]
-    assert differences == [None, 0.5, 0.375, -0.25, None]
+
+def shard(path: pathlib.Path, tokens: Sequence[int], magic: int = 20240520, number: int | None = None) -> None:
+    header = [magic, 1, len(tokens) if number is None else number, *[0] * 253]
+    path.write_bytes(array("i", header).tobytes() + array("H", tokens).tobytes())
+
+
+@pytest.fixture
+def shards(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Two shards of 300 tokens to train on, and one for validation."""
+    for number in range(2):
+        shard(tmp_path / f"fineweb_train_{number:06d}.bin", [(300 * number + i) % 97 for i in range(300)])
+    shard(tmp_path / "fineweb_val_000000.bin", [i % 97 for i in range(150)])
+    return tmp_path
+
+
+def nanogpt(folder: pathlib.Path, *argv: object) -> list[log.Finished]:
+    sizes = ["--layers", 1, "--width", 16, "--heads", 2, "--context", 16, "--batch", 4, "--part", 2, "--vocab", 97]
+    flags = ["--data", folder, *sizes, "--runs", "adamw", "shampoo", "--lr", 4e-3, "--log", folder / "log.jsonl", *argv]
+    assert harness.main(EXPERIMENTS["nanogpt"], [*map(str, flags)]) == 0
+    return log.read(folder / "log.jsonl")
+
+
+def test_token_files_are_read_in_order(shards: pathlib.Path) -> None:
+    read = data.shards(shards)
+    task = tasks.Tokens(read, layers=1, width=16, heads=2, vocab=97, context=16, batch=4, part=2)
+    assert task.most == 8  # four of 64 tokens in each shard, and one more to predict
+    for step in range(1, 9):
+        first = 300 * ((step - 1) // 4) + 64 * ((step - 1) % 4)
+        x, y = task.batch(step)
+        assert x.flatten().tolist() == [i % 97 for i in range(first, first + 64)] and y.equal((x + 1) % 97)
+    assert len(task.held) == 4 and task.settings["valid_tokens"] == 128
+    assert torch.cat([y for _, y in task.held]).flatten().tolist() == [i % 97 for i in range(1, 129)]
+
+
+def test_parts_of_a_batch_add_up() -> None:
+    task = tasks.tiny_tokens()
+    task.begin(0)
+    loss = task.backward(1)
+    found = [p.grad.clone() for p in task.model.parameters()]
+    task.model.zero_grad()
+    task.part = task.size
+    torch.testing.assert_close(loss, task.backward(1))
+    torch.testing.assert_close(found, [p.grad for p in task.model.parameters()], atol=1e-3, rtol=2e-2)
+
+
+def test_steps_and_seconds_to_the_goal_are_in_the_log(shards: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks.Tokens, "looks", lambda self, length: length)
+    monkeypatch.setattr(tasks.Tokens, "goal", ("valid_loss", 4.54))
+    for finished in nanogpt(shards, "--steps", 8):
+        first = next(look for look in finished.looks if look["valid_loss"] <= 4.54)
+        assert finished.end["goal_step"] == first["step"] > 1 and finished.end["goal_seconds"] == pytest.approx(
+            first["seconds"], abs=1e-5
+        )
+    monkeypatch.setattr(tasks.Tokens, "goal", ("valid_loss", 0.1))
+    assert nanogpt(shards, "--steps", 2)[-1].end["goal_step"] is None
+
+
+def test_schedule_of_tokens() -> None:
+    task = tasks.tiny_tokens()
+    rates = [task.rate(step, 1000) for step in (1, 10, 20, 300, 301, 651, 1000)]
+    assert rates == pytest.approx([0.05, 0.5, 1, 1, 1, 0.5, 1 / 700])
+    assert task.rate(1000, 1000, constant=True) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("fineweb_train_000001.bin", {"magic": 20240801}, "begins with 20240801, 1, and a file of tokens with 20240520, 1"),
+        ("fineweb_train_000001.bin", {"number": 200}, "says that it has 200 tokens, but its size is that of 10"),
+        ("fineweb_val_000000.bin", {}, "33 tokens are needed for validation, and there are 10"),
+        ("fineweb_val_000000.bin", {"tokens": [97] * 150}, "a token 97, and a vocabulary of 97"),
+    ],
+)
+def test_wrong_token_files_are_named(shards: pathlib.Path, name: str, arguments: dict[str, Any], message: str) -> None:
+    shard(shards / name, **{"tokens": range(10)} | arguments)
+    with pytest.raises(SystemExit, match=message):
+        nanogpt(shards, "--steps", 1)
+
+
+def test_missing_token_files_and_steps_are_named(shards: pathlib.Path) -> None:
+    with pytest.raises(SystemExit, match="there are tokens for 8 steps"):
+        nanogpt(shards, "--steps", 9)
+    with pytest.raises(SystemExit, match="not a multiple of --part 3"):
+        nanogpt(shards, "--steps", 1, "--part", 3)
+    (shards / "fineweb_train_000000.bin").write_bytes(b"short")
+    with pytest.raises(SystemExit, match="less than the header"):
+        nanogpt(shards, "--steps", 1)
+    (shards / "fineweb_val_000000.bin").unlink()
+    for file in shards.glob("*train*"):
+        file.unlink()
+    with pytest.raises(SystemExit, match=r"has 0 files \*train\*.bin and 0 files"):
+        nanogpt(shards, "--steps", 1)
+
+
+# The pages.
+
+
+def test_pages_are_what_the_logs_say() -> None:
+    for path, text in report.pages(report.ROOT).items():
+        assert path.read_text() == text, "run python -m experiments.report --write"
+
+
+SMALL = tuple(
+    section._replace(rows=(*section.rows, "eigh@4"), lengths=(12, 8) if section.lengths else ()) for section in report.SECTIONS
+)
+
+
+def test_report_of_small_logs(results: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "SECTIONS", SMALL[1:])
+    root = results.parent.parent
+    assert report.main(["--root", str(root), "--write"]) == 0
+    assert all(path.read_text() == text for path, text in report.pages(root).items())
+    page, runs = (root / "docs/results.md").read_text(), (root / "experiments/results/README.md").read_text()
+    for name in ("wikitext-12", "vit", "resnet"):
+        assert (root / f"docs/images/{name}.png").stat().st_size > 1000 and f"images/{name}.png" in page
+    section = SMALL[1]
+    groups = {report.title(g, [g]): g for g in report.best(section, report.timed(results / "wikitext.jsonl")) if g.length == 12}
+    assert list(groups) == ["adamw", "muon", "shampoo", "eigh@4"]
+    assert groups["eigh@4"].lr == 8e-3 and groups["eigh@4"].seeds == "2" and groups["muon"].ms() is None  # it shared the device
+    ends = [f.looks[-1]["bits"] for f in groups["eigh@4"].runs]
+    assert f"| eigh@4 | 0.008 | {sum(ends) / 2:.3f} ± " in page and "| eigh@4, 8 steps | 0.008 |" in page
+    assert "| sgd, 1 epochs |" in page and "| ablations | qkv apart | 6 steps |" in runs
+    (end,) = (f.looks[-1]["bits"] for f in groups["muon"].runs)
+    assert f"`muon`'s end is {end:.3f}." in page and report.reach(groups["muon"], report.BITS, groups["muon"]) == "12 (100%)"
+    step = groups["adamw"].first(report.BITS, end)
+    curve = dict(zip(groups["adamw"].steps(), groups["adamw"].values("bits").mean(0).tolist(), strict=True))
+    assert step is None or (curve[step] <= end and all(x > end for t, x in curve.items() if t < step))
+    shampoo = groups["shampoo"].end(report.BITS)
+    assert f"| {groups['adamw'].end(report.BITS)} | {end:.3f} | {shampoo} | " in (root / "README.md").read_text()
+
+
+def test_a_task_without_a_log_has_no_section(results: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    assert report.tables(tmp_path) == "\n\n" and report.every_run(tmp_path) == "\n\n"
+    (tmp_path / "vit.jsonl").write_text((results / "vit.jsonl").read_text())
+    assert re.findall(r"^## (.*)$", report.tables(tmp_path), re.MULTILINE) == ["Vision transformer"]
+
+
+def test_plots_have_six_lines_at_most(tmp_path: pathlib.Path) -> None:
+    def group(name: str, length: int) -> report.Group:
+        run = log.Run("wikitext", name, 0.1, 0, length, "steps")
+        looks = [{"step": step, "bits": 1 / step} for step in range(1, length + 1)]
+        return report.Group(name, length, 0.1, [log.Finished(run, looks, {"end": "complete", "ms": 1.0})], "1")
+
+    groups = [group(name, length) for name in ("adamw", "muon", "soap@10", "paper", "shampoo") for length in (8, 6)]
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report.demo, "band", lambda axes, x, values, **line: lines.append(line["label"]))
+        report.plot(SMALL[1], groups, tmp_path / "plot.png")
+    first = ["adamw", "muon", "paper", "shampoo", "adamw, 6 steps", "muon, 6 steps"]
+    assert lines == [name for name in first for _ in range(2)]
 
 
 def test_a_page_without_a_place_is_refused() -> None:
-    with pytest.raises(ValueError, match="no place for wikitext"):
-        report.filled("# Results", log.RESULTS)
+    with pytest.raises(ValueError, match="no place for tables"):
+        report.filled("# Results", "tables", "")
 
 
 def test_what_is_new_in_lather_is_left_out_where_it_is_not(
@@ -408,11 +573,12 @@ def test_runs_that_shared_the_device_have_the_time_of_one_that_did_not(tmp_path:
 
     write("wikitext.jsonl", "adamw", ms=50.0, shared=True)
     write("wikitext.jsonl", "muon", ms=50.0, shared=True)
-    write("wikitext.jsonl", "shampoo@10", ms=10.0, shared=False)
-    write("wikitext.jsonl", "shampoo@10", seed=1, ms=50.0, shared=True)
+    write("wikitext.jsonl", "shampoo", ms=10.0, shared=False)
+    write("wikitext.jsonl", "shampoo", seed=1, ms=50.0, shared=True)
     for ms in (11.0, 9.0, 10.0):
         write("times.jsonl", "adamw", ms=ms, shared=False)
     write("times.jsonl", "muon", ms=9.0, shared=True)
-    write("times.jsonl", "shampoo@10", ms=9.0, shared=False)
-    groups = report.best(report.timed(tmp_path / "wikitext.jsonl"), "bits")
-    assert {group.optimizer: group.end("ms") for group in groups} == {"adamw": 9.0, "muon": None, "shampoo@10": 10.0}
+    write("times.jsonl", "shampoo", ms=9.0, shared=False)
+    section = report.SECTIONS[1]._replace(lengths=())
+    groups = report.best(section, report.timed(tmp_path / "wikitext.jsonl"))
+    assert {group.optimizer: group.ms() for group in groups} == {"adamw": 9.0, "muon": None, "shampoo": 10.0}
