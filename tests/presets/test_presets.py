@@ -259,7 +259,7 @@ def test_arguments_of_presets_are_none_of_shampoo(name: str) -> None:
 def test_bad_parameters() -> None:
     with pytest.raises(TypeError, match="iterable"):
         lather.from_sgd(torch.ones(3))
-    for make in (lather.Shampoo, lather.from_adamw, lather.soap, lather.muon):
+    for make in (lather.Shampoo, lather.from_adamw, lather.soap, lather.muon, lather.distributed_shampoo):
         with pytest.raises(ValueError, match="empty"):
             make(nn.ReLU())
     with pytest.raises(TypeError, match="wrong"):
