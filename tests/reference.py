@@ -16,23 +16,24 @@ from torch import Tensor
 
 # fmt: off
 DEFAULTS: dict[str, Any] = {
-    "lr": 1e-3, "betas": (0.9, 0.95), "beta3": None,  # None: betas[0]
-    "eps": None, "damping": "absolute", "bias_correction": True, "maximize": False,  # None: 1e-12, KL 1e-6, SOAP 1e-8
+    "lr": 1e-3, "betas": (0.95, 0.95), "beta3": "nesterov",  # betas[0]^2 in preconditioned blocks; None: betas[0]
+    "eps": None, "damping": "relative", "bias_correction": True, "maximize": False,  # None: see EPS
     "weight_decay": 0.0, "weight_decay_mode": "decoupled",
     "momentum": 0.0, "dampening": 0.0, "nesterov": False,
     "averaging": None, "averaging_beta": None, "averaging_decay": None, "averaging_powers": (2.0, 0.0),  # None: 0.9 or 0.7; 0.9967
     "preconditioner": "shampoo", "polar": "newton_schulz", "polar_scale": None,
-    "exponent": None, "exponent_multiplier": 1.0,  # float or {order: float}; None: multiplier / (2 order)
+    "exponent": 0.5, "exponent_multiplier": 1.0,  # float or {order: float}; None, or a multiplier: multiplier / (2 order)
     "graft": "adam", "graft_beta2": None, "graft_eps": 1e-8,  # None: betas[1], or 0.999 where that is 1
-    "max_preconditioner_dim": 1024, "merge_dims": True, "large_dim": "block",
+    "max_preconditioner_dim": 1024, "block_multiple": 16, "merge_dims": True, "large_dim": "block",
     "batch_dims": 0, "precondition_1d": False,
     "split": None, "split_dim": 0,  # parts, or their sizes
     "precondition_frequency": 10, "start_preconditioning_step": None,  # None: the frequency; math.inf: never
-    "refresh_warmup": 0.0,  # roots are at most this part of all steps old
+    "refresh_warmup": 0.1,  # roots are at most this part of all steps old; the default is off with a delay
     "refresh": "together", "refresh_delay": 0, "on_nonfinite": "skip",
     "root_dtype": None, "factors": "full",  # the name of what roots are rounded to; how factors are kept, of no effect here
 }
 # fmt: on
+EPS = {"relative": {"kl": 1e-4, "soap": 1e-8, "shampoo": 1e-4}, "absolute": {"kl": 1e-6, "soap": 1e-8, "shampoo": 1e-12}}
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "preconditioner": ("shampoo", "soap", "kl", "spectral", None),
     "polar_scale": (None, "original", "match_rms_adamw"),
@@ -63,9 +64,18 @@ def merged(shape: Sequence[int], limit: int) -> list[int]:
     return dims
 
 
-def piece_sizes(d: int, limit: int) -> list[int]:
-    """ceil(d / limit) pieces, the longer ones first: 10 in pieces of at most 4 is [4, 3, 3]."""
+def piece_sizes(d: int, limit: int, multiple: int) -> list[int]:
+    """ceil(d / limit) equal pieces; where that leaves a rest, all but the last are a multiple, if that is within the limit and
+    leaves the last one something; else nearly equal, the longer ones first.
+
+    >>> piece_sizes(10, 4, 16), piece_sizes(5632, 1024, 16)
+    ([4, 3, 3], [944, 944, 944, 944, 944, 912])
+    """
     n = max(1, math.ceil(d / limit))
+    whole = math.ceil(math.ceil(d / n) / multiple) * multiple
+    last = d - (n - 1) * whole
+    if d % n and multiple > 1 and whole <= limit and last > 0:
+        return [whole] * (n - 1) + [last]
     return [d // n + (i < d % n) for i in range(n)]
 
 
@@ -206,14 +216,16 @@ class Reference:
             raise TypeError(f"unknown options {unknown}; known are {sorted(DEFAULTS)}")
         self.options = o = DEFAULTS | options
         if o["eps"] is None:
-            o["eps"] = {"kl": 1e-6, "soap": 1e-8}.get(o["preconditioner"], 1e-12)
+            o["eps"] = EPS[o["damping"]].get(o["preconditioner"], EPS[o["damping"]]["shampoo"])
         if o["preconditioner"] is None and o["graft"] is None:
             o["graft"] = "adam"
         for name, allowed in CHOICES.items():
             if o[name] not in allowed:
                 raise ValueError(f"{name}={o[name]!r} is not one of {allowed}")
-        if o["exponent"] is not None and o["exponent_multiplier"] != 1:
-            raise ValueError("exponent and exponent_multiplier both set the exponent: give one of them")
+        if o["exponent_multiplier"] != 1:
+            if o["exponent"] not in (None, DEFAULTS["exponent"]):
+                raise ValueError("exponent and exponent_multiplier both set the exponent: give one of them")
+            o["exponent"] = None
         if o["refresh"] == "staggered" and offsets is None:
             raise ValueError("refresh='staggered' needs offsets={(param, block): step inside the period}")
         self.offsets = dict(offsets or {})
@@ -251,7 +263,7 @@ class Reference:
             self.sizes[-1].append(None)
             return [Block(p, method, [])]
         cuts = o["large_dim"] == "block"
-        self.sizes[-1].append([piece_sizes(d, limit) if cuts else [d] for d in shape])
+        self.sizes[-1].append([piece_sizes(d, limit, o["block_multiple"]) if cuts else [d] for d in shape])
         if o["preconditioner"] == "spectral":
             return [Block(w, method, [], spectral=True) for w in cut(p, self.sizes[-1][-1])]
         return [Block(w, method, [d > limit for d in w.shape]) for w in cut(p, self.sizes[-1][-1])]
@@ -297,7 +309,8 @@ class Reference:
     def _due(self, t: int, key: tuple[int, int]) -> bool:
         """When roots are refreshed."""
         every, start = self.options["precondition_frequency"], self.options["start_preconditioning_step"]
-        if warmup := self.options["refresh_warmup"]:
+        warmup = self.options["refresh_warmup"]
+        if warmup and not (self.options["refresh_delay"] and warmup == DEFAULTS["refresh_warmup"]):
             # In bases made of one gradient that gradient is diagonal: SOAP begins with two.
             start = (2 if self.options["preconditioner"] == "soap" else 1) if start is None else start
             powers = [2**k for k in range(64) if 2**k <= warmup * t]
@@ -362,8 +375,8 @@ class Reference:
         o, order = self.options, len(block.factors)
         e = o["exponent"]
         e = e.get(order) if isinstance(e, Mapping) else e
-        usual = 0.5 if o["preconditioner"] == "kl" else o["exponent_multiplier"] / (2 * order)
-        e = usual if e is None else e
+        e = o["exponent_multiplier"] / (2 * order) if e is None else e
+        e = 0.5 if o["preconditioner"] == "kl" else e
         bc2 = self._bc2(t)
         if all(factor.isfinite().all() for factor in block.factors):
             corrected = [factor / bc2 for factor in block.factors]
@@ -437,6 +450,9 @@ class Reference:
 
     def _filter(self, block: Block, g: Tensor, t: int) -> Tensor:
         beta1, beta3 = self.options["betas"][0], self.options["beta3"]
+        if beta3 == "nesterov":
+            preconditioned = (block.factors or block.spectral) and self.options["start_preconditioning_step"] != math.inf
+            beta3 = beta1**2 if preconditioned else None
         beta3 = beta1 if beta3 is None else beta3
         if beta1 == 0:
             return g

@@ -19,6 +19,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "benchmarks/README.md",
     ROOT / "experiments/README.md",
+    ROOT / "experiments/results/README.md",
 ]
 
 

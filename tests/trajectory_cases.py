@@ -231,6 +231,7 @@ PRESETS: dict[str, list[Options]] = {  # the first is given in every way
     "muon": [{"adamw": {"lr": 0.01, "betas": (0.8, 0.9)}, "ns_steps": 3}, {}, {"adjust_lr_fn": "match_rms_adamw"}],
     "soap": [{}, {"precondition_frequency": 1}, {"max_precond_dim": 8, "correct_bias": False}, {"shampoo_beta": 0.9}],
     "low_memory": [STAGGERED | {"momentum": 0.9}, {}],
+    "distributed_shampoo": [{"weight_decay": 0.1, "momentum": 0.5, "use_nesterov": True}, {}, {"inv_root_override": 2}],
 }
 
 

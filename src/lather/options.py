@@ -17,6 +17,7 @@ from . import roots
 from .methods import GRAFTS, METHODS
 
 Check = Callable[[str, Any], Any]
+NESTEROV = "nesterov"
 NO_ALIASES: Mapping[str, str | None] = {}
 
 
@@ -121,6 +122,18 @@ def _exponent(name: str, value: Any) -> Any:
     return _number(0)(name, value)
 
 
+def _exponent_or_paper(name: str, value: Any) -> Any:
+    return None if value is None or value == "paper" else _exponent(name, value)
+
+
+def _beta3(name: str, value: Any) -> Any:
+    if value is None or value == NESTEROV:
+        return value
+    if isinstance(value, str):
+        raise _fail(name, value, f"a number, at least 0 and less than 1, {NESTEROV!r} or None")
+    return _number(0, 1)(name, value)
+
+
 def _root(name: str, value: Any) -> str:
     return value if value == "auto" else roots.spell(roots.parse(value))
 
@@ -184,9 +197,13 @@ def _methods() -> str:
 
 
 def _default_eps() -> str:
-    usual = METHODS[DEFAULT].default_eps
-    others = [f"{method.default_eps:g} for {_named(n)}" for n, method in METHODS.items() if method.default_eps != usual]
-    return ", ".join([f"default {usual:g}", *others])
+    found: dict[str, list[str]] = {}
+    for name, method in METHODS.items():
+        numbers = method.default_eps
+        text = f"{numbers['relative']:g}"
+        text += f" ({numbers['absolute']:g} if absolute)" if numbers["absolute"] != numbers["relative"] else ""
+        found.setdefault(text, []).append(_named(name))
+    return "default " + "; ".join(f"{text} for {', '.join(names)}" for text, names in found.items())
 
 
 def _method(name: str, value: Any) -> Any:
@@ -204,10 +221,10 @@ DEFAULT = next(iter(METHODS))
 
 OPTIONS: dict[str, Option] = {
     "lr": Option(1e-3, _lr, "learning rate: a number or a one-element tensor"),
-    "betas": Option((0.9, 0.95), _pair(_number(0, 1), _number(0, 1, open_high=False), "(beta1, beta2)"), "decay of the gradient filter and of the statistics; `betas[1] = 1` is the AdaGrad sum"),
-    "beta3": Option(None, _optional(_number(0, 1)), "weight of the filtered gradient inside the direction; default `betas[0]`"),
+    "betas": Option((0.95, 0.95), _pair(_number(0, 1), _number(0, 1, open_high=False), "(beta1, beta2)"), "decay of the gradient filter and of the statistics; `betas[1] = 1` is the AdaGrad sum"),
+    "beta3": Option(NESTEROV, _beta3, "weight of the remembered gradients in the filtered gradient: a number, `None` for `betas[0]`, or `\"nesterov\"` for `betas[0]**2` in preconditioned blocks and `betas[0]` in all others"),
     "eps": Option(None, _optional(_number(0, open_low=True)), lambda: f"damping: added to the eigenvalues of every factor, or to the denominator of a method that has one; {_default_eps()}"),
-    "damping": Option("absolute", _choice("absolute", "relative"), "use `eps` as it is, or multiply it by each factor's size (the Schatten 4-norm, a bound of the largest eigenvalue)"),
+    "damping": Option("relative", _choice("absolute", "relative"), "use `eps` as it is, or multiply it by each factor's size (the Schatten 4-norm, a bound of the largest eigenvalue)"),
     "weight_decay": Option(0.0, _number(0), "strength of weight decay"),
     "weight_decay_mode": Option("decoupled", _choice("decoupled", "l2", "corrected", "independent"), "how decay enters; see [algorithm](algorithm.md)"),
     "momentum": Option(0.0, _number(0, 1), "heavy-ball momentum on the direction"),
@@ -220,8 +237,8 @@ OPTIONS: dict[str, Option] = {
     "maximize": Option(False, _bool, "ascend instead of descend"),
     "bias_correction": Option(True, _bool, "correct the averages for their start at zero"),
     "preconditioner": Option(DEFAULT, _method, lambda: f"the method. {_methods()}; `None`: no preconditioning, the graft alone (Adam if that is `None` too)", structural=True),
-    "exponent": Option(None, _optional(_exponent), "exponent of the inverse roots: a number for all modes, or `{order: exponent}`; default `1 / (2 order)`; 0 leaves a mode alone"),
-    "exponent_multiplier": Option(1.0, _number(0, open_low=True), "multiplies the default exponent (1.82 in the paper for fully connected networks)"),
+    "exponent": Option(0.5, _exponent_or_paper, "exponent of the inverse roots: a number for all modes; `\"paper\"` or `None` for the paper's `1 / (2 order)`; or `{order: exponent}`, where other orders follow the paper. 0 leaves a mode alone"),
+    "exponent_multiplier": Option(1.0, _number(0, open_low=True), "other than 1: the paper's exponent times this (1.82 in the paper for fully connected networks)"),
     "root": Option("auto", _root, "root solver: `\"auto\"`, `\"eigh\"`, `\"newton\"`, `\"higher_order\"`, `\"minimax\"`, `\"qr\"`, `\"track\"` or a solver object. A method that needs bases takes `\"eigh\"`, `\"qr\"` or `\"track\"`"),
     "polar": Option("newton_schulz", _polar, "how gradients are orthogonalised: `\"newton_schulz\"` (Muon's quintic; `steps=5`, `coefficients`), `\"polar_express\"` (the best quintics; `steps=5`, `lower=1e-3`), `\"svd\"` (exact, slow) or an object"),
     "polar_scale": Option(None, _polar_scale, "without a graft, multiplies orthogonalised directions: `\"original\"` by `sqrt(max(1, rows / columns))`, `\"match_rms_adamw\"` by `0.2 sqrt(max(rows, columns))`; default: by 1"),
@@ -229,6 +246,7 @@ OPTIONS: dict[str, Option] = {
     "graft_beta2": Option(None, _optional(_number(0, 1)), "decay of the graft's second moment; default `betas[1]`, or 0.999 when that is 1"),
     "graft_eps": Option(1e-8, _number(0, open_low=True), "added to the graft's denominator"),
     "max_preconditioner_dim": Option(1024, _count(1, infinite=True), "largest side of a factor or block; larger dimensions follow `large_dim`", structural=True),
+    "block_multiple": Option(16, _count(1), "where a dimension is cut and does not divide, all blocks but the last are a multiple of this, which tensor cores want; 1: nearly equal blocks", structural=True),
     "merge_dims": Option(True, _bool, "fold small neighbouring dimensions together", structural=True),
     "large_dim": Option("block", _choice("block", "diagonal", "adagrad"), "a dimension above the limit: cut it into blocks, keep its factor's diagonal, or give the parameter diagonal AdaGrad", structural=True),
     "batch_dims": Option(0, _count(0), "number of leading dimensions that stack independent parameters, such as experts", structural=True),
@@ -237,7 +255,7 @@ OPTIONS: dict[str, Option] = {
     "precondition_1d": Option(False, _bool, "give vectors a full matrix of their own", structural=True),
     "precondition_frequency": Option(10, _count(1), "steps between refreshes of a block's roots"),
     "start_preconditioning_step": Option(None, _optional(_count(1, infinite=True)), "first preconditioned step; infinity: never. Default: the step of the first refresh, or 1 for a method without refreshes"),
-    "refresh_warmup": Option(0.0, _number(0, 1), "early in training, refresh often enough that a root's age stays below this fraction of the step count (0.1: every step up to step 19, every 2 up to 39, every 4 ...); not with `refresh_delay`"),
+    "refresh_warmup": Option(0.1, _number(0, 1), "early in training, refresh often enough that a root's age stays below this fraction of the step count (0.1: every step up to step 19, every 2 up to 39, every 4 ...). 0: always every `precondition_frequency` steps. The default is off with `refresh_delay`"),
     "refresh": Option("together", _choice("together", "staggered"), "refresh all blocks in the same step, or spread them evenly over the period"),
     "refresh_delay": Option(0, _count(0), "steps from a refresh to the first use of its roots. Meanwhile they are computed in the background, on CUDA by a stream of their own; takes the memory of the roots once more"),
     "root_device": Option(None, _root_device, "`\"cpu\"`: compute roots on the host, for a device without a solver; with `refresh_delay`, in a thread. No effect for parameters on the host"),

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from .methods import GRAFTS, METHODS, Graft, Hyper, Method
-from .options import DEFAULT, OPTIONS, STRUCTURAL, readers
+from .options import DEFAULT, NESTEROV, OPTIONS, STRUCTURAL, readers
 
 Group = Mapping[str, Any]
 
@@ -19,6 +19,7 @@ class Geometry:
     """How parameters are cut into blocks."""
 
     max_preconditioner_dim: float
+    block_multiple: int
     merge_dims: bool
     large_dim: str
     batch_dims: int
@@ -46,7 +47,8 @@ class Settings:
     graft: Graft  # of preconditioned blocks
     grafted: bool  # whether the graft sets the length of preconditioned directions
     elementwise: str  # the name of the graft of all other blocks
-    hyper: Hyper
+    hyper: Hyper  # of preconditioned blocks
+    elementwise_hyper: Hyper  # of all other blocks
     geometry: Geometry
     averaging: Averaging | None
     frequency: int
@@ -73,6 +75,9 @@ class Settings:
             return self.graft
         return GRAFTS["adagrad" if kind == "adagrad" else self.elementwise]
 
+    def hyper_of(self, kind: str) -> Hyper:
+        return self.hyper if kind == "kronecker" else self.elementwise_hyper
+
     def method_of(self, kind: str) -> Method | None:
         return self.method if kind == "kronecker" else None
 
@@ -85,7 +90,7 @@ class Settings:
     def signature(self) -> tuple[Any, ...]:
         """Everything that plan, banks, buffers and units depend on."""
         hyper = self.hyper
-        there = hyper.beta1 > 0, self.momentum > 0, hyper.refresh_delay > 0, hyper.beta3 == hyper.beta1
+        there = hyper.beta1 > 0, hyper.looks_ahead, self.elementwise_hyper.looks_ahead, self.momentum > 0, hyper.refresh_delay > 0
         how = self.decay_mode == "l2", self.raise_on_nonfinite, self.wire_dtype
         return (*there, *how, *self.structure, hyper.root, hyper.root_device, hyper.exponent, hyper.exponent_multiplier)
 
@@ -106,7 +111,7 @@ def resolve(group: dict[str, Any], last: Settings | None = None) -> Settings:
             group[name] = option.check(name, group[name])
     method = METHODS.get(group["preconditioner"])
     if group["eps"] is None:
-        group["eps"] = (method or METHODS[DEFAULT]).default_eps
+        group["eps"] = (method or METHODS[DEFAULT]).default_eps[group["damping"]]
     if method is None and group["graft"] is None:
         group["graft"] = "adam"
     _refuse_pairs(group)
@@ -118,7 +123,7 @@ def resolve(group: dict[str, Any], last: Settings | None = None) -> Settings:
 
 def _refuse_pairs(group: Group) -> None:
     """Refuse options that contradict each other."""
-    delay, warmup, frequency = group["refresh_delay"], group["refresh_warmup"], group["precondition_frequency"]
+    delay, warmup, frequency = group["refresh_delay"], _warmup(group), group["precondition_frequency"]
     if not delay < frequency:
         raise ValueError(
             f"refresh_delay={delay} must be less than precondition_frequency={frequency}: roots would be computed anew before "
@@ -136,10 +141,31 @@ def _refuse_pairs(group: Group) -> None:
         )
 
 
+# What a default means beside other options that leave it no room: nothing. Only what a user wrote can be refused.
+
+
+def _is_default(group: Group, name: str) -> bool:
+    return bool(group[name] == OPTIONS[name].default)
+
+
+def _never(group: Group) -> bool:
+    return bool(group["start_preconditioning_step"] == math.inf)
+
+
+def _warmup(group: Group) -> float:
+    yields = group["refresh_delay"] or _never(group)
+    return 0.0 if yields and _is_default(group, "refresh_warmup") else group["refresh_warmup"]
+
+
+def _exponent(group: Group) -> Any:
+    """None for the paper's rule."""
+    return None if group["exponent_multiplier"] != 1 and _is_default(group, "exponent") else group["exponent"]
+
+
 def _settings(group: Group, method: Method | None) -> Settings:
-    hyper, start, frequency = _hyper(group), group["start_preconditioning_step"], group["precondition_frequency"]
-    period = 1 if group["refresh_warmup"] else frequency
-    usual = method.first_step(period, group["refresh_warmup"]) if method else period
+    hyper, start, frequency, warmup = _hyper(group), group["start_preconditioning_step"], group["precondition_frequency"], _warmup(group)
+    period = 1 if warmup else frequency
+    usual = method.first_step(period, warmup) if method else period
     wire = group["communication_dtype"] or dtype_text(hyper.compute_dtype)
     same = ("weight_decay", "momentum", "dampening", "nesterov", "maximize", "max_failed_refreshes")
     return Settings(
@@ -148,10 +174,11 @@ def _settings(group: Group, method: Method | None) -> Settings:
         grafted=group["graft"] is not None,
         elementwise=elementwise_graft(group) or "sgd",
         hyper=hyper,
+        elementwise_hyper=replace(hyper, beta3=hyper.beta1) if group["beta3"] == NESTEROV else hyper,
         geometry=_geometry(group),
         averaging=_averaging(group),
         frequency=frequency,
-        warmup=group["refresh_warmup"],
+        warmup=warmup,
         start=start,
         first_refresh=float(usual if start is None else start),
         staggered=group["refresh"] == "staggered",
@@ -167,12 +194,15 @@ def _settings(group: Group, method: Method | None) -> Settings:
 
 def _hyper(group: Group) -> Hyper:
     (beta1, beta2), beta3, graft_beta2 = group["betas"], group["beta3"], group["graft_beta2"]
+    if beta3 == NESTEROV:
+        beta3 = None if _never(group) else beta1**2
     state_dtype: torch.dtype = getattr(torch, group["state_dtype"])
-    same = ("bias_correction", "eps", "exponent", "exponent_multiplier", "root", "root_device", "refresh_delay")
+    same = ("bias_correction", "eps", "exponent_multiplier", "root", "root_device", "refresh_delay")
     return Hyper(
         beta1=beta1,
         beta2=beta2,
         beta3=beta1 if beta3 is None else beta3,
+        exponent=_exponent(group),
         relative_damping=group["damping"] == "relative",
         packed=group["factors"] == "packed",
         state_dtype=state_dtype,
@@ -184,7 +214,7 @@ def _hyper(group: Group) -> Hyper:
 
 
 def _geometry(group: Group) -> Geometry:
-    same = ("max_preconditioner_dim", "merge_dims", "large_dim", "batch_dims", "precondition_1d", "split", "split_dim")
+    same = ("max_preconditioner_dim", "block_multiple", "merge_dims", "large_dim", "batch_dims", "precondition_1d", "split", "split_dim")
     return Geometry(**{name: group[name] for name in same}, local=group["blocks"] == "local")
 
 
@@ -230,7 +260,9 @@ def check_options(group: dict[str, Any], own: Collection[str] = (), defaults: Gr
 def _without_effect(group: Group) -> dict[str, str]:
     """Options that do nothing with the others as they are, and why."""
     changed = {name for name, option in OPTIONS.items() if name != "lr" and group[name] != option.default}
-    averaging, never = group["averaging"], group["start_preconditioning_step"] == math.inf
+    averaging, never = group["averaging"], _never(group)
+    if group["exponent"] is None:  # says nothing to a method that has no exponent
+        changed.discard("exponent")
     rows = [
         ("beta3", group["betas"][0] == 0, "without betas[0] > 0"),
         ("dampening", group["momentum"] == 0, "without momentum > 0"),
@@ -243,8 +275,8 @@ def _without_effect(group: Group) -> dict[str, str]:
         ("split_dim", group["split"] is None, "without split"),
         (
             "exponent_multiplier",
-            isinstance(group["exponent"], (int, float)),
-            "with exponent, which replaces the default that it multiplies",
+            isinstance(_exponent(group), (int, float)),
+            "with exponent, which replaces the paper's exponent that it multiplies",
         ),
         (
             "root_dtype",

@@ -37,6 +37,7 @@ class Variant(NamedTuple):
     """What kernels are compiled for, and graphs captured for."""
 
     filtered: bool
+    looks_ahead: bool  # whether the filtered gradient is another than the filter's memory
     second: bool  # whether the graft has a second moment
     coupled: bool  # whether decay is part of the gradient
     graft: bool
@@ -51,6 +52,11 @@ class Variant(NamedTuple):
     param: torch.dtype
     root: torch.dtype
     numbers: Hashable  # of torch's operations, which graphs hold too
+
+    @property
+    def filtered_in(self) -> str:
+        """Where the filtered gradient is: in the filter's memory ``m``, or in a buffer."""
+        return "plain" if not self.filtered else "filtered" if self.looks_ahead else "m"
 
 
 class Sources(NamedTuple):
@@ -132,7 +138,7 @@ class KernelExecutor(Executor[Seen]):
         given = [stack for stack in stacks if stack is not None]
         sources = self._sources(job.step) if self._reads_gradients else Sources(given, given[0].dtype)
         variant = self._load(job, sources)
-        seen = Seen(variant, job.settings.hyper, job.steps, self.firsts, self._alive)
+        seen = Seen(variant, job.settings.hyper_of(self.key.kind), job.steps, self.firsts, self._alive)
         self._replay(("in", variant), partial(self._launch_in, seen))
         return seen
 
@@ -193,7 +199,7 @@ class KernelExecutor(Executor[Seen]):
         return bound._replace(grads=found, dtype=dtype)
 
     def _load(self, job: Job, sources: Sources) -> Variant:
-        settings, hyper, buffers = job.settings, job.settings.hyper, self._buffers
+        settings, hyper, buffers = job.settings, job.settings.hyper_of(self.key.kind), self._buffers
         ctx = Context(hyper, job.steps, buffers.alive)
         uniform = job.steps.count(job.steps[0]) == self.n
         corrections = Corrections(filter=filter_correction(ctx), moment=self.graft.correction(ctx), factors=factor_correction(ctx))
@@ -204,6 +210,7 @@ class KernelExecutor(Executor[Seen]):
         soiled = self._scratch.passes_to(self)
         return Variant(
             filtered=hyper.beta1 > 0,
+            looks_ahead=hyper.looks_ahead,
             second=self.graft.rates(hyper) is not None,
             coupled=self._reads_gradients and settings.decay_mode == "l2" and settings.weight_decay != 0,
             graft=settings.grafted,
@@ -222,12 +229,13 @@ class KernelExecutor(Executor[Seen]):
 
     def _numbers(self, job: Job, corrections: Corrections) -> Numbers:
         """The numbers of a step. Some are tensors if they are on a device already, such as a learning rate."""
-        settings, hyper, rate = job.settings, job.settings.hyper, job.step.rates[self.key.group]
+        settings, hyper, rate = job.settings, job.settings.hyper_of(self.key.kind), job.step.rates[self.key.group]
         moment_keep, moment_take = self.graft.rates(hyper) or (0.0, 0.0)
         return Numbers(
             gradient_sign=-1.0 if self._reads_gradients and settings.maximize else 1.0,
             coupled_decay=settings.weight_decay,
             filter_take=1 - hyper.beta1,
+            direction_take=1 - hyper.beta3,
             moment_keep=moment_keep,
             moment_take=moment_take,
             filter_correction=float(corrections.filter),
@@ -289,8 +297,8 @@ class KernelExecutor(Executor[Seen]):
         if v.clear:
             self._memory["halves"].zero_()
         slots = {"alive": b.alive, "scale": b.scale, "corrections": b.corrections, "n": self.n, "UNIFORM": v.uniform}
-        copies = {"flat": self._memory.get("plain"), "plane": self._plane, "FLAT_G": v.plain, "HALVES": v.halves}
-        made = {"FILTER": v.filtered, "SECOND": v.second}
+        copies = {"plain": self._memory.get("plain"), "filtered": self._memory.get("filtered"), "plane": self._plane}
+        made = {"FILTER": v.filtered, "LOOKS_AHEAD": v.looks_ahead, "SECOND": v.second, "PLAIN": v.plain, "HALVES": v.halves}
         tables.launch(kernels.average, {**reading, **slots, **copies, **made}, tables.graft_sums)
         works: list[Callable[[], object]] = [
             partial(
@@ -338,9 +346,9 @@ class KernelExecutor(Executor[Seen]):
             GRAFT=v.graft, UNIFORM=v.uniform, ROOT=_type(v.root), BLOCK=REDUCE, num_warps=1,
         )  # fmt: skip
         addresses = {"weights": b.addresses.parameters, "momenta": b.addresses.momenta}
-        buffers = {"flat": flat, "plain": self._memory.get("plain"), **addresses}
+        buffers = {"flat": flat, "filtered": self._memory.get(v.filtered_in), **addresses}
         slots = {"gain": b.gain, "corrections": b.corrections, "n": self.n, "numbers": b.numbers, "UNIFORM": v.uniform}
-        made = {"FILTER": v.filtered, "SECOND": v.second, "MOMENTUM": v.momentum, "NESTEROV": v.nesterov}
+        made = {"IN_STATE": v.filtered_in == "m", "SECOND": v.second, "MOMENTUM": v.momentum, "NESTEROV": v.nesterov}
         types = {"OUT": not self.moves_parameters, "PARAM": _type(v.param)}
         tables.launch(kernels.apply, {**buffers, **slots, **made, **types})
 
@@ -350,7 +358,8 @@ class KernelExecutor(Executor[Seen]):
         ctx = seen.contexts[i]
         if part.custom_factors:
             ctx = replace(ctx, bc2=self._buffers.factor_correction(self.firsts[i], self.firsts[i + 1], seen.variant.uniform))
-        u = part.state["m"] if seen.variant.filtered else self._stack("plain", i)
+        role = seen.variant.filtered_in
+        u = part.state["m"] if role == "m" else self._stack(role, i)
         self.method.apply(part.state, u, ctx, self._stack("flat", i))
 
     def _costly_first(self) -> list[tuple[int, BoundSlice]]:

@@ -34,7 +34,7 @@ def suits(device: str, dtype: str, settings: Settings) -> bool:
     """Whether kernels cover parameters of this dtype with these options. Other banks are computed by torch, one by one."""
     hyper = settings.hyper
     single = hyper.state_dtype == torch.float32 and dtype in ("float32", "bfloat16", "float16")
-    return hyper.beta3 == hyper.beta1 and single and has_kernels(torch.device(device))
+    return single and has_kernels(torch.device(device))
 
 
 # Where blocks lie in tensors.
@@ -158,7 +158,7 @@ def divide_banks(banks: Iterable[tuple[BankKey, int]], settings: Sequence[Settin
         method = mine.method_of(key.kind)
         if (method and method.kernels == "none") or not (_fits(key) and suits(key.device, key.dtype, mine)):
             continue
-        kind = key.group, key.device, key.dtype, key.kind == "adagrad", mine.graft_of(key.kind)
+        kind = key.group, key.device, key.dtype, key.kind == "adagrad", mine.graft_of(key.kind), mine.hyper_of(key.kind).looks_ahead
         most = max(1, LARGEST // math.prod(key.shape))
         custom = method is not None and method.kernels != "factors"
         for start in range(0, n, most):
@@ -176,12 +176,15 @@ def _fits(key: BankKey) -> bool:
 
 
 def scratch_sizes(slices: Sequence[BankSlice], settings: Settings) -> dict[str, tuple[torch.dtype, int]]:
-    """Dtype and elements of the buffers of slices that are computed together: directions (``flat``), gradients in ``halves``, and
-    gradients (``plain``) if there is no filter to remember them or if torch updates a factor."""
+    """Dtype and elements of the buffers of slices that are computed together: directions (``flat``), gradients in ``halves``,
+    gradients (``plain``) if there is no filter to remember them or if torch updates a factor, and ``filtered`` gradients if they
+    are not what the filter remembers."""
     flat = sum(piece.flat_numel for piece in slices)
     needs = {"flat": (torch.float32, flat), "halves": (torch.float16, 2 * half_plane(slices))}
     if settings.hyper.beta1 == 0 or any(piece.key.modes and not piece.kernel_factors for piece in slices):
         needs["plain"] = torch.float32, flat
+    if settings.hyper_of(slices[0].key.kind).looks_ahead:
+        needs["filtered"] = torch.float32, flat
     return needs
 
 

@@ -49,7 +49,7 @@ class TorchExecutor(Executor[Seen]):
             bank.skipped += on & alive.logical_not()
             alive &= on
         grads = torch.where(per_slot(alive, grads), grads, 0)
-        ctx = Context(job.settings.hyper, job.steps, alive.to(grads.dtype))
+        ctx = Context(job.settings.hyper_of(self.key.kind), job.steps, alive.to(grads.dtype))
         self.graft.accumulate(bank.state, grads, ctx)
         filtered = filter_gradient(bank.state, grads, ctx)
         if self.method:

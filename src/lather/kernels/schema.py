@@ -143,6 +143,7 @@ class Numbers(NamedTuple):
     gradient_sign: float  # -1 to maximize, otherwise 1
     coupled_decay: float  # L2: weights times this are added to gradients
     filter_take: float  # m <- m + filter_take (g - m)
+    direction_take: float  # the filtered gradient is m + direction_take (g - m), with the old m
     moment_keep: float  # v <- moment_keep v + moment_take g^2
     moment_take: float
     filter_correction: float  # as in Corrections, where all slots are at the same step

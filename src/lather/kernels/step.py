@@ -14,7 +14,8 @@ import triton.language as tl
 from .schema import Corrections, FactorJob, Numbers, SlotTable, ThinChunk, ThinFactor, Tile
 from .tiles import LOW, at_offset, columns, elements, in_state, in_tensor, low_half, width
 
-GRADIENT_SIGN, COUPLED_DECAY, FILTER_TAKE = columns(Numbers, "gradient_sign", "coupled_decay", "filter_take")
+GRADIENT_SIGN, COUPLED_DECAY = columns(Numbers, "gradient_sign", "coupled_decay")
+FILTER_TAKE, DIRECTION_TAKE = columns(Numbers, "filter_take", "direction_take")
 MOMENT_KEEP, MOMENT_TAKE, GRAFT_EPS = columns(Numbers, "moment_keep", "moment_take", "graft_eps")
 FILTER_CORRECTION, MOMENT_CORRECTION = columns(Numbers, "filter_correction", "moment_correction")
 FACTOR_KEEP, FACTOR_TAKE, LR, DECAY = columns(Numbers, "factor_keep", "factor_take", "lr", "decay")
@@ -113,13 +114,15 @@ def _own(u, v, correction, eps, SECOND: tl.constexpr):
 
 @triton.jit
 def average(
-    tiles, grads, weights, alive, scale, partial, flat, corrections, n, numbers, plane,
-    FILTER: tl.constexpr, SECOND: tl.constexpr, FLAT_G: tl.constexpr, HALVES: tl.constexpr, UNIFORM: tl.constexpr,
-    COUPLED: tl.constexpr, ALIGNED: tl.constexpr, GRAD: tl.constexpr, PARAM: tl.constexpr, BLOCK: tl.constexpr,
+    tiles, grads, weights, alive, scale, partial, plain, filtered, corrections, n, numbers, plane,
+    FILTER: tl.constexpr, LOOKS_AHEAD: tl.constexpr, SECOND: tl.constexpr, PLAIN: tl.constexpr, HALVES: tl.constexpr,
+    UNIFORM: tl.constexpr, COUPLED: tl.constexpr, ALIGNED: tl.constexpr, GRAD: tl.constexpr, PARAM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Take in gradients: ``m <- m + filter_take (g - m)`` and ``v <- moment_keep v + moment_take g^2``.
 
-    ``partial[tile]`` becomes the sum of squares of the graft's direction, ``flat`` the gradient (``FLAT_G``). The scaled gradient
+    ``partial[tile]`` becomes the sum of squares of the graft's direction, ``plain`` the gradient (``PLAIN``). The filtered gradient
+    is the new ``m``. If it ``LOOKS_AHEAD`` it is another mixture of ``m`` and ``g``, and goes into ``filtered``. The scaled gradient
     goes into halves: ``HALVES`` says how many numbers of 16 bits, and low halves lie ``plane`` elements behind high ones. A slot
     that is not alive keeps its state, and its gradient counts as zero.
     """
@@ -129,8 +132,8 @@ def average(
     g = _gradient(grads, weights, row, index, inside, numbers, COUPLED, ALIGNED, GRAD, PARAM)
     on = tl.load(alive + slot) != 0
     g = tl.where(on, g, 0.0)
-    if FLAT_G:
-        tl.store(at_offset(flat, tl.load(row + FLAT_OFFSET) + index, ALIGNED), g, inside)
+    if PLAIN:
+        tl.store(at_offset(plain, tl.load(row + FLAT_OFFSET) + index, ALIGNED), g, inside)
     half = tl.load(row + HALF_ADDRESS).to(tl.pointer_type(tl.float16))
     if tl.load(row + HALF_ADDRESS) != 0:
         used, padded = tl.load(row + COLUMNS).to(tl.int32), tl.load(row + PADDED_COLUMNS).to(tl.int32)
@@ -156,6 +159,9 @@ def average(
         old = tl.load(at, inside, 0.0)
         u = old + _number(numbers, FILTER_TAKE) * (g - old)
         tl.store(at, tl.where(on, u, old), inside)
+        if LOOKS_AHEAD:
+            u = old + _number(numbers, DIRECTION_TAKE) * (g - old)
+            tl.store(at_offset(filtered, tl.load(row + FLAT_OFFSET) + index, ALIGNED), u, inside)
         u = u / first
     v = u
     if SECOND:
@@ -196,13 +202,13 @@ def choose(
 
 @triton.jit
 def apply(
-    tiles, weights, momenta, flat, plain, gain, corrections, n, numbers,
-    FILTER: tl.constexpr, SECOND: tl.constexpr, UNIFORM: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
+    tiles, weights, momenta, flat, filtered, gain, corrections, n, numbers,
+    IN_STATE: tl.constexpr, SECOND: tl.constexpr, UNIFORM: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
     OUT: tl.constexpr, ALIGNED: tl.constexpr, PARAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The direction of every slot. It goes back into ``flat`` (``OUT``), or through decay and momentum into the parameter.
 
-    ``flat`` holds preconditioned directions. Without a filter, ``plain`` holds the gradients.
+    ``flat`` holds preconditioned directions. Filtered gradients are ``IN_STATE``, or in ``filtered``.
     """
     row = tiles + tl.program_id(0) * TILE_WIDTH
     slot = tl.load(row + SLOT)
@@ -213,10 +219,11 @@ def apply(
     if factor >= 0:
         p = factor * tl.load(at_offset(flat, at, ALIGNED), inside, 0.0)
     else:
-        if FILTER:
-            u = tl.load(in_state(row, FILTER_ADDRESS, index, ALIGNED), inside, 0.0).to(tl.float32) / first
+        if IN_STATE:
+            u = tl.load(in_state(row, FILTER_ADDRESS, index, ALIGNED), inside, 0.0).to(tl.float32)
         else:
-            u = tl.load(at_offset(plain, at, ALIGNED), inside, 0.0)
+            u = tl.load(at_offset(filtered, at, ALIGNED), inside, 0.0)
+        u = u / first
         v = u
         if SECOND:
             v = tl.load(in_state(row, MOMENT_ADDRESS, index, ALIGNED), inside, 0.0).to(tl.float32)

@@ -36,6 +36,11 @@ class Hyper:
     graft_beta2: float
     graft_eps: float
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the filtered gradient is another than what the filter remembers."""
+        return self.beta1 > 0 and self.beta3 != self.beta1
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -97,7 +102,7 @@ class Method(Transform):
     name: ClassVar[str]  # the value of the option `preconditioner`
     text: ClassVar[str]  # what it does, for the table of options
     aliases: ClassVar[tuple[str, ...]] = ()  # what other libraries call it
-    default_eps: ClassVar[float] = 1e-12
+    default_eps: ClassVar[Mapping[str, float]] = {"relative": 1e-4, "absolute": 1e-12}  # by kind of damping
     reads: ClassVar[frozenset[str]] = frozenset()  # options that mean something to some methods only, this one among them
     elementwise: ClassVar[str | None] = None  # the graft of parameters without factors, where the user set none
     refreshes: ClassVar[bool] = False  # whether a part of it is recomputed only now and then: those made of Kronecker factors

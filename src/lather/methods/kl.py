@@ -23,7 +23,7 @@ class KL(Kronecker):
 
     name = "kl"
     text = "KL-Shampoo, whose factors see the gradient preconditioned by each other"
-    default_eps = 1e-6  # more than Shampoo's, because these roots enter the next factors
+    default_eps = {"relative": 1e-5, "absolute": 1e-6}  # noqa: RUF012
     reads = ROOT_OPTIONS - {"exponent", "exponent_multiplier"}
     kernels = "graft"
 

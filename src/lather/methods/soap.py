@@ -39,7 +39,7 @@ class Soap(Kronecker):
     text = "SOAP, which is Adam in the eigenbases of Shampoo's factors"
     roles = Kronecker.roles | {"w": "moment in the basis"}
     sums = "Lw"
-    default_eps = 1e-8  # Adam's
+    default_eps = {"relative": 1e-8, "absolute": 1e-8}  # noqa: RUF012 (Adam's)
     reads = ROOT_OPTIONS - {"exponent", "exponent_multiplier", "damping", "root_dtype"}
     elementwise = "adam"  # which it is without bases
     waits = False

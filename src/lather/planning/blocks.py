@@ -85,14 +85,20 @@ def merge_dims(shape: Sequence[int], limit: float) -> list[list[int]]:
     return groups
 
 
-def pieces(size: int, limit: float) -> list[tuple[int, int]]:
-    """Cut ``range(size)`` into ``ceil(size / limit)`` nearly equal intervals, the longer ones first.
+def pieces(size: int, limit: float, multiple: int = 1) -> list[tuple[int, int]]:
+    """Cut ``range(size)`` into ``ceil(size / limit)`` intervals that are equal, if the size can be divided so.
 
-    >>> pieces(10, 4)
-    [(0, 4), (4, 7), (7, 10)]
+    Otherwise all but the last are a ``multiple``. Where that is longer than the limit or leaves nothing for the last, they are
+    nearly equal, the longer ones first.
+
+    >>> pieces(10, 4), pieces(101, 64, multiple=16)
+    ([(0, 4), (4, 7), (7, 10)], [(0, 64), (64, 101)])
     """
     count = max(1, math.ceil(size / limit))
     short, longer = divmod(size, count)
+    each = -(-(short + 1) // multiple) * multiple
+    if longer and multiple > 1 and each <= limit and each * (count - 1) < size:
+        return [(i * each, min((i + 1) * each, size)) for i in range(count)]
     return list(pairwise(i * short + min(i, longer) for i in range(count + 1)))
 
 
@@ -117,7 +123,8 @@ def cut(param: int, shape: Sequence[int], geometry: Geometry, *, preconditioned:
     if geometry.large_dim == "adagrad" and max(sizes) > limit:
         return _elementwise(param, shape, "adagrad", f"{max(sizes)} > {limit}, large_dim='adagrad'")
     modes = tuple("diagonal" if geometry.large_dim == "diagonal" and size > limit else "full" for size in sizes)
-    cuts = [pieces(size, limit if mode == "full" else size) for size, mode in zip(sizes, modes, strict=True)]
+    multiple = geometry.block_multiple
+    cuts = [pieces(size, limit if mode == "full" else size, multiple) for size, mode in zip(sizes, modes, strict=True)]
     boxes = product(*([(i, i + 1) for i in range(n)] for n in batch), *cuts)
     return [
         Block(param, index, _unmerge(box, batch, rest, groups), tuple(b - a for a, b in box[len(batch) :]), modes, "kronecker")

@@ -51,7 +51,15 @@ def expected_shapes(plan: Plan, banks: Mapping[BankKey, Sequence[int]]) -> list[
 
 
 Upgrade = Callable[[dict[str, Any], list[dict[str, Any]]], None]  # changes the state by parameter and the param groups in place
-UPGRADES: tuple[Upgrade, ...] = ()  # from version 1 to 2, from 2 to 3, ...
+
+
+def _with_block_multiple(state: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Version 1 cut dimensions into nearly equal blocks."""
+    for group in groups:
+        group.setdefault("block_multiple", 1)
+
+
+UPGRADES: tuple[Upgrade, ...] = (_with_block_multiple,)  # from version 1 to 2, from 2 to 3, ...
 VERSION = 1 + len(UPGRADES)
 VERSION_KEY = "lather_version"
 
@@ -84,8 +92,11 @@ def upgraded(state_dict: Mapping[str, Any]) -> tuple[dict[Any, Any], list[dict[s
     return state, groups
 
 
-def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse param groups that were not made for this optimizer."""
+def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]], *, started: bool) -> None:
+    """Refuse param groups that were not made for this optimizer.
+
+    One that has not ``started`` takes over how dimensions are cut: checkpoints of version 1 have other blocks.
+    """
     sizes, ours = [len(group["params"]) for group in saved], [len(group["params"]) for group in live]
     if sizes != ours:
         raise ValueError(
@@ -93,7 +104,7 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
             "same model with the same param groups"
         )
     for number, (theirs, mine) in enumerate(zip(saved, live, strict=True)):
-        for name in STRUCTURAL:
+        for name in STRUCTURAL if started else (name for name in STRUCTURAL if name != "block_multiple"):
             if OPTIONS[name].check(name, theirs[name]) != mine[name]:  # a tuple may come back as a list
                 raise ValueError(
                     f"param group {number} of the checkpoint was saved with {name}={theirs[name]!r} but the optimizer has "

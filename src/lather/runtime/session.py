@@ -235,7 +235,7 @@ class Session:
         """Copy a checkpoint into the live state. One that does not fit is refused, and changes nothing."""
         saved_state, saved = checkpoint.upgraded(state_dict)
         ids = [i for group in saved for i in group["params"]]
-        checkpoint.check_groups(saved, groups)
+        checkpoint.check_groups(saved, groups, started=self.started(state))
         for theirs, mine in zip(saved, groups, strict=True):
             theirs |= {name: mine[name] for name in ("params", "param_names") if name in mine}
         params = [p for group in groups for p in group["params"]]
