@@ -310,12 +310,12 @@ class Reference:
         """When roots are refreshed."""
         every, start = self.options["precondition_frequency"], self.options["start_preconditioning_step"]
         warmup = self.options["refresh_warmup"]
+        first = every
         if warmup and not (self.options["refresh_delay"] and warmup == DEFAULTS["refresh_warmup"]):
-            # In bases made of one gradient that gradient is diagonal: SOAP begins with two.
-            start = (2 if self.options["preconditioner"] == "soap" else 1) if start is None else start
             powers = [2**k for k in range(64) if 2**k <= warmup * t]
-            every = min(every, max(powers, default=1))
-        start = every if start is None else start
+            first, every = 1, min(every, max(powers, default=1))
+        if start is None:  # in bases made of one gradient that gradient is diagonal: SOAP begins with two
+            start = max(2, first) if self.options["preconditioner"] == "soap" else first
         if self.options["refresh"] == "staggered":
             return bool(t >= start and t % every == self.offsets[key] % every)
         return bool(t == start or (t > start and t % every == 0))
@@ -357,8 +357,11 @@ class Reference:
 
     def _accumulate(self, block: Block, g: Tensor) -> None:
         beta2 = self.options["betas"][1]
+        kl = self.options["preconditioner"] == "kl"
+        if kl and block.roots is None and g.any():  # as if the other factors were the identity times this
+            g = g / g.square().mean().sqrt().sqrt()
         for i, factor in enumerate(block.factors):
-            w = self._crossed(block, g, i) if self.options["preconditioner"] == "kl" else g
+            w = self._crossed(block, g, i) if kl else g
             g_i = unfold(w, i)
             new = (g_i**2).sum(1) if factor.ndim == 1 else g_i @ g_i.T
             block.factors[i] = factor + new if beta2 == 1 else beta2 * factor + (1 - beta2) * new
@@ -378,6 +381,8 @@ class Reference:
         e = o["exponent_multiplier"] / (2 * order) if e is None else e
         e = 0.5 if o["preconditioner"] == "kl" else e
         bc2 = self._bc2(t)
+        if o["preconditioner"] == "kl" and not any(factor.any() for factor in block.factors):
+            return  # nothing has come yet
         if all(factor.isfinite().all() for factor in block.factors):
             corrected = [factor / bc2 for factor in block.factors]
             roots: list[Tensor | None]
@@ -483,7 +488,9 @@ class Reference:
         return scaled
 
     def _adam_in_the_basis(self, block: Block, g_bar: Tensor, t: int) -> Tensor:
-        p = self._rotated(block, g_bar) / ((block.w / self._bc2(t)).sqrt() + self.options["eps"])
+        moment = (block.w / self._bc2(t)).sqrt()
+        part = moment.square().mean().sqrt() if self.options["damping"] == "relative" else 1.0
+        p = self._rotated(block, g_bar) / (moment + self.options["eps"] * part).clamp(min=1e-150)
         return self._rotated(block, p, back=True)
 
     def _orthogonal(self, g_bar: Tensor) -> Tensor:

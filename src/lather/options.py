@@ -287,6 +287,11 @@ OF_PRESETS = {
     "adjust_lr_fn": "polar_scale",
     "max_precond_dim": "max_preconditioner_dim",
     "correct_bias": "bias_correction",
+    "epsilon": "eps",
+    "use_bias_correction": "bias_correction",
+    "grafting_config": "graft",
+    "weight_decay_type": "weight_decay_mode",
+    "preconditioner_config": "preconditioner",
 }
 STRUCTURAL = tuple(name for name, option in OPTIONS.items() if option.structural)
 

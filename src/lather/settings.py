@@ -12,6 +12,7 @@ from .methods import GRAFTS, METHODS, Graft, Hyper, Method
 from .options import DEFAULT, NESTEROV, OPTIONS, STRUCTURAL, readers
 
 Group = Mapping[str, Any]
+OFF = {"beta3": None, "exponent": None, "refresh_warmup": 0.0}  # values that switch a default off
 
 
 @dataclass(frozen=True)
@@ -163,9 +164,10 @@ def _exponent(group: Group) -> Any:
 
 
 def _settings(group: Group, method: Method | None) -> Settings:
-    hyper, start, frequency, warmup = _hyper(group), group["start_preconditioning_step"], group["precondition_frequency"], _warmup(group)
+    hyper, start, frequency = _hyper(group), group["start_preconditioning_step"], group["precondition_frequency"]
+    warmup = _warmup(group)
     period = 1 if warmup else frequency
-    usual = method.first_step(period, warmup) if method else period
+    usual = method.first_step(period) if method else period
     wire = group["communication_dtype"] or dtype_text(hyper.compute_dtype)
     same = ("weight_decay", "momentum", "dampening", "nesterov", "maximize", "max_failed_refreshes")
     return Settings(
@@ -214,7 +216,16 @@ def _hyper(group: Group) -> Hyper:
 
 
 def _geometry(group: Group) -> Geometry:
-    same = ("max_preconditioner_dim", "block_multiple", "merge_dims", "large_dim", "batch_dims", "precondition_1d", "split", "split_dim")
+    same = (
+        "max_preconditioner_dim",
+        "block_multiple",
+        "merge_dims",
+        "large_dim",
+        "batch_dims",
+        "precondition_1d",
+        "split",
+        "split_dim",
+    )
     return Geometry(**{name: group[name] for name in same}, local=group["blocks"] == "local")
 
 
@@ -259,10 +270,9 @@ def check_options(group: dict[str, Any], own: Collection[str] = (), defaults: Gr
 
 def _without_effect(group: Group) -> dict[str, str]:
     """Options that do nothing with the others as they are, and why."""
-    changed = {name for name, option in OPTIONS.items() if name != "lr" and group[name] != option.default}
+    changed = {name for name in OPTIONS if name != "lr" and not _is_default(group, name)}
+    changed -= {name for name, off in OFF.items() if group[name] == off}  # says nothing that needs an effect
     averaging, never = group["averaging"], _never(group)
-    if group["exponent"] is None:  # says nothing to a method that has no exponent
-        changed.discard("exponent")
     rows = [
         ("beta3", group["betas"][0] == 0, "without betas[0] > 0"),
         ("dampening", group["momentum"] == 0, "without momentum > 0"),

@@ -127,7 +127,7 @@ class Method(Transform):
         """More options that do nothing with this method, and why. ``options`` is a param group."""
         return {}
 
-    def first_step(self, period: int, warmup: float) -> int:
+    def first_step(self, period: int) -> int:
         """The first step that is preconditioned by default; ``period`` is the number of steps between the first refreshes."""
         return period
 

@@ -4,10 +4,12 @@ import math
 from collections.abc import Sequence
 from typing import final
 
+import torch
 from torch import Tensor
 
-from ..linalg import mode_product
-from .base import Hyper, Stack, State
+from ..linalg import mode_product, norms, per_slot
+from ..roots import RootSolver
+from .base import Context, Hyper, Stack, State
 from .shampoo import ROOT_OPTIONS, Kronecker, diagonal_of
 
 
@@ -18,12 +20,16 @@ class KL(Kronecker):
 
     The roots ``X_j`` have exponent 1/2 and are as they were last refreshed, so ``W_i W_i^T`` is ``G R^-1 G^T`` for a matrix.
     Before the first refresh they are minus the identity: the products are then those of ``g``, and a root of that sign
-    counts as not computed yet.
+    counts as not computed yet. A zero factor keeps it.
+
+    Factors grow in proportion to gradients, where Shampoo's grow with their squares. So before the first refresh products are
+    divided by the gradient's root mean square. Otherwise the first roots would be far too large or too small for the gradients
+    that follow, and the first few of those would drown all others for hundreds of steps.
     """
 
     name = "kl"
     text = "KL-Shampoo, whose factors see the gradient preconditioned by each other"
-    default_eps = {"relative": 1e-5, "absolute": 1e-6}  # noqa: RUF012
+    default_eps = {"relative": 1e-4, "absolute": 1e-6}  # noqa: RUF012
     reads = ROOT_OPTIONS - {"exponent", "exponent_multiplier"}
     kernels = "graft"
 
@@ -35,6 +41,17 @@ class KL(Kronecker):
 
     def exponent(self, hyper: Hyper, order: int) -> float:
         return 0.5
+
+    def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
+        rms = norms(grad) / math.sqrt(grad[0].numel())
+        begins = (diagonal_of(state["X0"])[:, 0] < 0) & (rms > 0)
+        size = torch.where(begins, rms, 1.0).sqrt_()
+        super().accumulate(state, grad / per_slot(size, grad), ctx)
+
+    def solve(self, solver: RootSolver, a: Tensor, e: float, hyper: Hyper, warm: State, exact: bool) -> tuple[State, Tensor]:
+        found, ok = super().solve(solver, a, e, hyper, warm, exact)
+        none = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).neg_()
+        return found | {"X": torch.where(per_slot(a.flatten(1).any(1), a), found["X"], none)}, ok
 
     def factor_input(self, state: State, grad: Tensor, mode: int) -> tuple[Tensor, float]:
         others = [i for i in range(grad.dim() - 1) if i != mode]

@@ -32,7 +32,8 @@ class Soap(Kronecker):
     rotated gradients whose elements are not correlated.
 
     Where ``w`` should be zero, rotations leave rounding errors. So ``sqrt(w / bc2)`` counts as at least 64 roundings of its
-    root mean square over the block, or 2 roundings of coarser bases or products.
+    root mean square over the block, or 2 roundings of coarser bases or products. With relative damping, ``eps`` too is a part of
+    that mean.
     """
 
     name = "soap"
@@ -40,7 +41,7 @@ class Soap(Kronecker):
     roles = Kronecker.roles | {"w": "moment in the basis"}
     sums = "Lw"
     default_eps = {"relative": 1e-8, "absolute": 1e-8}  # noqa: RUF012 (Adam's)
-    reads = ROOT_OPTIONS - {"exponent", "exponent_multiplier", "damping", "root_dtype"}
+    reads = ROOT_OPTIONS - {"exponent", "exponent_multiplier", "root_dtype"}
     elementwise = "adam"  # which it is without bases
     waits = False
     follows = True
@@ -65,9 +66,9 @@ class Soap(Kronecker):
     def products(self, modes: Sequence[str]) -> int:
         return 3  # rotates the gradient, and what is applied there and back
 
-    def first_step(self, period: int, warmup: float) -> int:
-        """With a warm-up not the very first: in bases of one gradient that gradient is diagonal, and the rest of ``w`` is zero."""
-        return 2 if warmup else period
+    def first_step(self, period: int) -> int:
+        """Not the very first: in bases of one gradient that gradient is diagonal, and the rest of ``w`` is zero."""
+        return max(2, period)
 
     def solver(self, hyper: Hyper, device: torch.device | str, order: int) -> roots.RootSolver:
         return roots.resolve_basis(hyper.root, hyper.root_device or device)
@@ -160,13 +161,14 @@ def _transposed(factors: Sequence[Tensor | None]) -> list[Tensor | None]:
 def _denominator(state: State, dtype: torch.dtype, ctx: Context) -> Tensor:
     w = state["w"].to(dtype)
     root = (w / per_slot(factor_correction(ctx), w)).sqrt_()
+    mean = per_slot(norms(root) / math.sqrt(root[0].numel()), root)
     if modes := modes_of(state):
         coarse = [torch.finfo(state[f"Q{modes[0]}"].dtype).eps]
         coarse += [TF32] if w.is_cuda and dtype == torch.float32 and not are_products_exact() else []
         rounding = max(ROUNDINGS * torch.finfo(dtype).eps, COARSE * max(coarse))
-        least = norms(root) * (rounding / math.sqrt(root[0].numel()))
-        root = torch.maximum(root, per_slot(least, root))
-    return root.add_(ctx.hyper.eps)
+        root = torch.maximum(root, rounding * mean)
+    root = root.add_(ctx.hyper.eps * mean if ctx.hyper.relative_damping else ctx.hyper.eps)
+    return root.clamp_(min=math.sqrt(torch.finfo(dtype).tiny))  # the root of the smallest square that is not zero
 
 
 def _is_of_axes(q: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 Config objects are read by the names of their classes and attributes. Meta's package need not be installed.
 """
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -76,7 +75,6 @@ def _paper(usual: Mapping[str, Any]) -> Options:
     """The paper's settings that have an effect; Shampoo refuses others."""
     method = usual.get("preconditioner")
     idle = {name for name in PAPER if method is not None and readers(name) and method not in readers(name)}
-    idle |= {"refresh_warmup"} if usual["start_preconditioning_step"] == math.inf else set()
     return {name: value for name, value in PAPER.items() if name not in idle}
 
 
@@ -119,7 +117,8 @@ def _multiply(found: Options, given: Mapping[str, Any], everything: Mapping[str,
 
 
 def _without_idle(found: Options, everything: Mapping[str, Any]) -> Options:
-    """Without what is accepted there although it has no effect: dampening without momentum, beta3 without a filter."""
+    """Without what is accepted there although it has no effect: dampening and Nesterov's form without momentum, beta3 without a
+    filter."""
     for name in ("dampening", "nesterov"):
         if name in found:
             OPTIONS[name].check(name, found[name])
@@ -127,5 +126,5 @@ def _without_idle(found: Options, everything: Mapping[str, Any]) -> Options:
                 del found[name]
     beta1, _ = OPTIONS["betas"].check("betas", number(everything["betas"]))
     if "beta3" in found and beta1 == 0:
-        found["beta3"] = OPTIONS["beta3"].default
+        found["beta3"] = None
     return found

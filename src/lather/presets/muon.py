@@ -66,7 +66,7 @@ def _muon(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"adjust_lr_fn={scale!r} is not valid: it must be None, 'original' or 'match_rms_adamw'")
     if graft is not None and scale is not None:
         raise ValueError(f"adjust_lr_fn={scale!r} has no effect with graft={graft!r}, which sets the step size; leave one out")
-    averages = {"betas": (mu, 0.999), "beta3": mu**2 if nesterov else None, "bias_correction": False}
+    averages = {"betas": (mu, 0.999), "beta3": "nesterov" if nesterov else None, "bias_correction": False}
     polar = {"polar": _newton_schulz(given), "polar_scale": None if graft is not None else scale or "original"}
     return MUON_GROUP | averages | polar | plain({name: value for name, value in given.items() if name not in MUON})
 

@@ -31,7 +31,9 @@ def soap(
     """``Shampoo`` with the arguments of the SOAP authors' optimizer (arXiv 2409.11321): Adam in the eigenbases of the factors.
 
     ``betas[1]`` also averages the factors, so ``shampoo_beta`` is refused, as are ``normalize_grads`` and another ``data_format``.
-    Their first step computes bases and moves nothing. Here, steps before the first refresh are Adam's.
+    Their first step computes bases and moves nothing. Here, steps before the first refresh are Adam's. Two defaults are
+    lather's: bases are refreshed often at first (``refresh_warmup=0.1``), and the filter is Nesterov's (``beta3="nesterov"``).
+    Theirs are ``refresh_warmup=0.0, beta3=None``.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(8, 4)
@@ -39,12 +41,7 @@ def soap(
     >>> [row.method for row in opt.plan().params], opt.param_groups[0]["max_preconditioner_dim"]
     (['soap', 'adam'], 4096)
     """
-    opt = preset(dict(locals()), _carry, preconditioner="soap", graft=None, large_dim="diagonal")
-    for group in (opt.defaults, *opt.param_groups):
-        if group["preconditioner"] == "soap" and group["precondition_frequency"] == 1:
-            # Bases of a single gradient would make the second step far too long.
-            group["start_preconditioning_step"] = group["start_preconditioning_step"] or 2
-    return opt
+    return preset(dict(locals()), _carry, preconditioner="soap", graft=None, large_dim="diagonal", damping="absolute")
 
 
 def _carry(given: Mapping[str, Any]) -> dict[str, Any]:
