@@ -71,7 +71,8 @@ def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 def shampoo(params: Any, frequency: int, options: dict[str, Any]) -> lather.Shampoo:
-    return lather.Shampoo(params, **{"lr": 1e-4, "betas": (0.9, 0.95), "precondition_frequency": frequency} | options)
+    """With its defaults, but without their frequent refreshes at first: what is measured is a steady state."""
+    return lather.Shampoo(params, **{"lr": 1e-4, "refresh_warmup": 0.0, "precondition_frequency": frequency} | options)
 
 
 class Schedule(NamedTuple):

@@ -33,7 +33,8 @@ PARAMETRIZED = re.compile(r"(?<![^.])parametrizations\.(\w+)\.original\d*$")
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 POSITIONS = re.compile(r"(^|_)(w?pos|wpe|positions?|positional|rel|relative|rpb|distance)(_(?!proj)|$)")
-TOKENS = re.compile(r"^(?!.*embed).*tokens?$|^(latents?|queries|prompts?|probe)$|^query_(embed|pos|feat)")
+QUERIES = re.compile(r"^(latents?|queries|prompts?|probe)$|^query_(embed|pos|feat|tokens?)")
+TOKENS = re.compile(r"^(?!.*embed).*tokens?$")  # a table with such a name is one of words
 EMBEDDINGS = re.compile(r"(^|_)(emb|embeds?|embeddings?|embedding_table|wte|w_e|codebooks?|codevectors)$")
 HEADS = re.compile(r"^(lm_heads?|embed_out|unembed|unembedding|w_u)$")
 LIKELY_HEADS = re.compile(r"(^|_)(heads?|logits)$|^(decoder|classifier|generator|output(_layer|_projection)?)$")
@@ -160,8 +161,9 @@ def _is_position(place: _Place) -> bool:
     """A table of positions, or tokens that no text has, such as those of classes and masks."""
     if not (place.is_table or place.is_bare):
         return False
-    named = POSITIONS.search(place.word) or TOKENS.search(place.word)
-    return bool(named) or (place.is_table and "Position" in type(place.module).__name__)
+    if POSITIONS.search(place.word) or QUERIES.search(place.word):
+        return True
+    return "Position" in type(place.module).__name__ if place.is_table else bool(TOKENS.search(place.word))
 
 
 def _is_embedding(place: _Place) -> bool:

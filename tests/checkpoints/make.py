@@ -30,6 +30,11 @@ def plain() -> nn.Module:
     return nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
 
 
+def wide() -> nn.Module:
+    """51 does not divide: version 1 cuts it into 26 and 25, later ones into 32 and 19."""
+    return nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in {"wide": (51, 6), "bias": (5,)}.items()})
+
+
 def layers() -> nn.Module:
     return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 4), nn.Linear(4, 8, bias=False))
 
@@ -52,6 +57,7 @@ MAKERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], lather.Sh
     "muon": (layers, lambda model: lather.muon(model, lr=0.02, adamw={"lr": 0.01})),
     "sgd-staggered": (plain, shampoo(graft="sgd", betas=(0.0, 0.95), momentum=0.9, refresh="staggered")),
     "groups": (plain, groups),
+    "cut": (wide, lambda model: lather.Shampoo(list(model.named_parameters()), lr=0.05, max_preconditioner_dim=40)),
 }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from paper import PAPER
 from reference import Block, Reference, cut, merged, piece_sizes
 from torch import Tensor
 
@@ -127,6 +128,16 @@ def test_beta3_and_bias_correction() -> None:
     close(raw.params[0], -(a + b))
 
 
+def test_nesterovs_filter_is_of_preconditioned_blocks() -> None:
+    """0.8 of the memory in a vector, 0.64 in a matrix, and 0.8 again in one that is never preconditioned."""
+    for shape, start, beta3 in (((3,), None, 0.8), ((3, 1), 9, 0.8), ((3, 2), 9, 0.64), ((3, 2), math.inf, 0.8)):
+        a, b = tensors(1, [shape, shape])
+        twin = Reference([torch.zeros(shape)], lr=1.0, betas=(0.8, 0.95), graft="sgd", start_preconditioning_step=start)
+        twin.step([a])
+        twin.step([b])
+        close(twin.params[0], -(a + (beta3 * 0.2 * a + (1 - beta3) * b) / (1 - 0.8 * beta3)))
+
+
 def test_decay_follows_the_peak_rate() -> None:
     w, zero = torch.ones(2), [torch.zeros(2)]
     after = {}
@@ -150,9 +161,19 @@ def test_merging() -> None:
     assert merged((2, 3, 512, 4), 1024) == [6, 512, 4]
     assert merged((2, 4, 4), 16) == [2, 16]
     assert merged((1, 5), 1024) == [5]
-    assert piece_sizes(10, 4) == [4, 3, 3]
-    assert piece_sizes(8, 4) == [4, 4]
-    assert piece_sizes(3, 4) == [3]
+    assert piece_sizes(10, 4, 1) == [4, 3, 3]
+    assert piece_sizes(8, 4, 1) == [4, 4]
+    assert piece_sizes(3, 4, 1) == [3]
+    assert piece_sizes(5632, 1024, 1) == [939] * 4 + [938] * 2
+    assert piece_sizes(5632, 1024, 16) == [944] * 5 + [912]
+    assert piece_sizes(2050, 1024, 16) == [688, 688, 674]
+    assert piece_sizes(4096, 1024, 16) == [1024] * 4
+    assert piece_sizes(33, 32, 16) == [32, 1]
+    assert piece_sizes(10, 4, 16) == [4, 3, 3]  # a multiple is longer than the limit
+    assert piece_sizes(6, 5, 4) == [3, 3]  # it divides
+    assert piece_sizes(19, 8, 8) == [8, 8, 3]
+    assert piece_sizes(34, 16, 16) == [16, 16, 2]
+    assert piece_sizes(65, 24, 16) == [22, 22, 21]  # so is 32
 
 
 def test_blocks_are_numbered_batch_first_then_row_major() -> None:
@@ -163,8 +184,8 @@ def test_blocks_are_numbered_batch_first_then_row_major() -> None:
 
 
 def shampoo(w: Tensor, **options: Any) -> Reference:
-    """Ungrafted and unfiltered, with roots from the first step: w - 1 * P."""
-    plain: dict[str, Any] = {"lr": 1.0, "betas": (0.0, 1.0), "graft": None, "precondition_frequency": 1}
+    """As in the paper, but ungrafted and unfiltered, with roots from the first step: w - 1 * P."""
+    plain: dict[str, Any] = PAPER | {"lr": 1.0, "betas": (0.0, 1.0), "graft": None, "precondition_frequency": 1}
     return Reference([w], **(plain | options))
 
 
@@ -270,13 +291,27 @@ def test_scale_equivariance(graft: str | None, degree: int) -> None:
     w, *grads = tensors(7, [(5, 4)] * 7)
     c, moved = 64.0, []
     for scale in (1.0, c):
-        options: dict[str, Any] = {"graft": graft, "eps": 1e-6 * scale**2, "graft_eps": 0.0, "bias_correction": True}
+        options: dict[str, Any] = PAPER | {"graft": graft, "eps": 1e-6 * scale**2, "graft_eps": 0.0, "bias_correction": True}
         twin = Reference([w], lr=0.01, precondition_frequency=2, start_preconditioning_step=1, **options)
         twin.params[0].zero_()
         for g in grads:
             twin.step([scale * g])
         moved.append(twin.params[0])
     close(moved[1], c**degree * moved[0], 1e-9)
+
+
+@pytest.mark.parametrize(("graft", "degree"), [("sgd", 1), ("adam", 0), ("adagrad", 0), (None, -1)])
+def test_scale_equivariance_of_the_defaults(graft: str | None, degree: int) -> None:
+    """Relative damping needs no help. Without a graft, exponents of 1/2 take the scale out twice."""
+    w, *grads = tensors(7, [(5, 4)] * 7)
+    moved = []
+    for scale in (1.0, 64.0):
+        twin = Reference([w], lr=0.01, graft=graft, graft_eps=0.0)
+        twin.params[0].zero_()
+        for g in grads:
+            twin.step([scale * g])
+        moved.append(twin.params[0])
+    close(moved[1], 64.0**degree * moved[0], 1e-9)
 
 
 def test_missing_gradients_leave_everything_alone() -> None:
@@ -369,11 +404,17 @@ def refreshes(twin: Reference, block: int, steps: int) -> list[int]:
 def test_when_roots_are_refreshed() -> None:
     w = torch.zeros(4, 2)
     for start, steps in ((None, [4, 8, 12]), (3, [3, 4, 8, 12]), (6, [6, 8, 12]), (math.inf, [])):
-        together = Reference([w], precondition_frequency=4, start_preconditioning_step=start)
+        together = Reference([w], **PAPER, precondition_frequency=4, start_preconditioning_step=start)
         assert refreshes(together, 0, 13) == steps
+    early = {"refresh_warmup": 0.5, "precondition_frequency": 4}
+    assert refreshes(Reference([w], **early), 0, 13) == [1, 2, 3, 4, 6, 8, 12]
+    assert refreshes(Reference([w], **early, start_preconditioning_step=5), 0, 13) == [5, 6, 8, 12]
+    assert refreshes(Reference([w], preconditioner="soap", **early), 0, 13) == [2, 3, 4, 6, 8, 12]
+    assert refreshes(Reference([w]), 0, 45) == [*range(1, 20), *range(20, 40, 2), 40, 44]
+    assert refreshes(Reference([w], refresh_delay=1), 0, 31) == [11, 21, 31]
     for block, expected in ((0, [7, 11]), (1, [5, 9, 13])):
         offsets = {(0, 0): 3, (0, 1): 1}
-        options: dict[str, Any] = {"max_preconditioner_dim": 2, "precondition_frequency": 4, "refresh": "staggered"}
+        options: dict[str, Any] = PAPER | {"max_preconditioner_dim": 2, "precondition_frequency": 4, "refresh": "staggered"}
         staggered = Reference([w], offsets=offsets, start_preconditioning_step=5, **options)
         assert refreshes(staggered, block, 13) == expected
 
@@ -381,8 +422,8 @@ def test_when_roots_are_refreshed() -> None:
 def test_before_the_first_root_the_graft_leads() -> None:
     w, *grads = tensors(11, [(4, 3)] * 5)
     for graft in ("adam", None):
-        late = Reference([w], graft=graft, precondition_frequency=4)
-        never = Reference([w], graft=graft, start_preconditioning_step=math.inf)
+        late = Reference([w], **PAPER, graft=graft, precondition_frequency=4)
+        never = Reference([w], **PAPER, graft=graft, start_preconditioning_step=math.inf)
         for t, g in enumerate(grads, 1):
             late.step([g])
             never.step([g])
@@ -405,7 +446,7 @@ def test_mistakes() -> None:
     with pytest.raises(TypeError, match="learning_rate"):
         Reference(w, learning_rate=0.1)
     with pytest.raises(ValueError, match="exponent_multiplier"):
-        Reference(w, exponent=0.5, exponent_multiplier=1.82)
+        Reference(w, exponent=0.25, exponent_multiplier=1.82)
     with pytest.raises(ValueError, match="graft='adm'"):
         Reference(w, graft="adm")
     with pytest.raises(ValueError, match="offsets"):

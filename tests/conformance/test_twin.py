@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from paper import PAPER
 from reference import Reference, cut
 from torch import Tensor
 
@@ -38,9 +39,11 @@ ZOO: list[Shape] = [
     (11, 2),
 ]
 
-# Two quite different optimizers, around which one option at a time is changed.
+# Two quite different optimizers, around which one option at a time is changed: near the defaults, and near the paper's. In 20
+# steps the default warm-up of refreshes would leave nothing of their schedule.
 ADAM: Options = {"lr": 0.05, "betas": (0.9, 0.95), "eps": 1e-2, "weight_decay": 0.1, "precondition_frequency": 3}
-HEAVY: Options = {
+ADAM |= {"refresh_warmup": 0.0}
+HEAVY: Options = PAPER | {
     "lr": 0.03, "betas": (0.0, 1.0), "eps": 5e-2, "weight_decay": 0.1, "weight_decay_mode": "l2", "momentum": 0.8,
     "nesterov": True, "merge_dims": False, "precondition_frequency": 4, "start_preconditioning_step": 1,
 }  # fmt: skip
@@ -53,9 +56,15 @@ VARIANTS: dict[str, Options] = {
     "short memory": {"betas": (0.9, 0.95)},
     "beta3": {"betas": (0.9, 0.95), "beta3": 0.7},
     "beta3 = 0": {"betas": (0.9, 1.0), "beta3": 0.0},
+    "no beta3": {"beta3": None},
+    "nesterov's filter": {"betas": (0.9, 0.95), "beta3": "nesterov"},
+    "nesterov's filter, uncorrected sum": {"betas": (0.9, 1.0), "beta3": "nesterov", "bias_correction": False},
     "uncorrected": {"betas": (0.9, 0.95), "bias_correction": False},
     "relative damping": {"damping": "relative", "eps": 1e-2},
+    "absolute damping": {"damping": "absolute"},
     "exponent": {"exponent": 0.3},
+    "exponent 1/2": {"exponent": 0.5},
+    "the paper's exponent": {"exponent": "paper"},
     "exponents": {"exponent": {2: 0.4, 3: 0.1}, "merge_dims": False},
     "exponent of one order": {"exponent": {3: 0.5}, "merge_dims": False},
     "exponent 0": {"exponent": 0.0},
@@ -75,6 +84,7 @@ VARIANTS: dict[str, Options] = {
     "diagonal everywhere": {"large_dim": "diagonal", "max_preconditioner_dim": 1},
     "adagrad": {"large_dim": "adagrad"},
     "vectors": {"precondition_1d": True},
+    "multiples of 2": {"precondition_1d": True, "block_multiple": 2},
     "elementwise": {"preconditioner": None},
     "every step": {"precondition_frequency": 1, "start_preconditioning_step": None},
     "third step": {"precondition_frequency": 3, "start_preconditioning_step": None},
@@ -84,6 +94,7 @@ VARIANTS: dict[str, Options] = {
     "packed": {"factors": "packed"},
     "staggered": {"refresh": "staggered"},
     "staggered late": {"refresh": "staggered", "start_preconditioning_step": 5, "precondition_frequency": 7},
+    "warmed up as by default": {"refresh_warmup": 0.1},
     "warmed up": {"refresh_warmup": 0.25},
     "warmed up late": {"refresh_warmup": 0.5, "start_preconditioning_step": 3, "precondition_frequency": 5},
     "warmed up, staggered": {"refresh_warmup": 0.25, "refresh": "staggered"},
@@ -191,8 +202,12 @@ PAIRS: dict[str, Options] = {
     "sum, uncorrected": {"betas": (0.9, 1.0), "bias_correction": False},
     "sum, graft_beta2": {"betas": (0.9, 1.0), "graft_beta2": 0.9, "graft_eps": 1e-2},
     "uncorrected, graft_beta2": {"bias_correction": False, "graft_beta2": 0.8, "graft_eps": 1e-3},
-    "relative damping, diagonal": {"damping": "relative", "large_dim": "diagonal", "precondition_1d": True},
-    "relative damping, unmerged, sum": {"damping": "relative", "merge_dims": False, "betas": (0.9, 1.0)},
+    "diagonal, vectors": {"large_dim": "diagonal", "precondition_1d": True},
+    "unmerged, sum": {"merge_dims": False, "betas": (0.9, 1.0)},
+    "absolute damping, diagonal": {"damping": "absolute", "large_dim": "diagonal", "precondition_1d": True},
+    "absolute damping, unmerged, sum": {"damping": "absolute", "merge_dims": False, "betas": (0.9, 1.0)},
+    "multiples of 3, limit 5": {"block_multiple": 3, "max_preconditioner_dim": 5, "precondition_1d": True},
+    "multiples of 2, unmerged": {"block_multiple": 2, "merge_dims": False},
     "diagonal, exponents": {"large_dim": "diagonal", "exponent": {1: 0.2, 2: 0.4, 3: 0.3}, "precondition_1d": True},
     "diagonal, vectors, unmerged": {"large_dim": "diagonal", "merge_dims": False, "precondition_1d": True},
     "diagonal, multiplier, ungrafted": {"large_dim": "diagonal", "exponent_multiplier": 1.82, "graft": None},
@@ -243,15 +258,18 @@ LIVE: dict[str, dict[int, Options]] = {
     "momentum on": {6: {"momentum": 0.9}},
     "momentum off": {1: {"momentum": 0.9}, 6: {"momentum": 0.0}},
     "eps": {5: {"eps": 1e-1}, 10: {"eps": 2e-2}},
-    "damping": {5: {"damping": "relative"}, 12: {"damping": "absolute"}},
+    "damping": {5: {"damping": "absolute"}, 12: {"damping": "relative"}},
     "weight_decay": {1: {"weight_decay": 0.0}, 5: {"weight_decay": 0.5}, 11: {"weight_decay": 0.2}},
     "weight_decay_mode": {4: {"weight_decay_mode": "l2"}, 9: {"weight_decay_mode": "independent"}},
-    "exponent": {8: {"exponent": 0.5}},
+    "exponent": {8: {"exponent": None}, 14: {"exponent": 0.3}},
+    "beta3": {4: {"beta3": None}, 8: {"beta3": 0.5}, 13: {"beta3": "nesterov"}},
+    "no start any more": {8: {"start_preconditioning_step": math.inf}, 14: {"start_preconditioning_step": None}},
     "graft_eps": {5: {"graft_eps": 1e-2}},
     "graft_beta2": {5: {"graft_beta2": 0.7}},
     "more often": {8: {"precondition_frequency": 2}},
     "warm-up on and off": {4: {"refresh_warmup": 0.5}, 9: {"refresh_warmup": 0.0}},
     "delay on": {6: {"refresh_delay": 2}},
+    "delay beside the default warm-up": {1: {"refresh_warmup": 0.1}, 6: {"refresh_delay": 2}, 13: {"refresh_delay": 0}},
     "delay on and off": {1: {"refresh_delay": 1}, 6: {"refresh_delay": 0}, 9: {"refresh_delay": 2}},
     "less often": {10: {"precondition_frequency": 5}},
     "bias_correction": {6: {"bias_correction": False}},
@@ -361,10 +379,23 @@ def test_rounded_roots(base: str, kept: str) -> None:
 
 
 @pytest.mark.parametrize("graft", GRAFTS)
-def test_the_default_eps_where_factors_have_full_rank(graft: str | None) -> None:
+def test_the_papers_eps_where_factors_have_full_rank(graft: str | None) -> None:
     """By the first refresh every factor has seen more columns than it has rows, so eps = 1e-12 decides nothing."""
-    options = {"lr": 0.05, "betas": (0.9, 1.0), "graft": graft, "precondition_1d": True, "precondition_frequency": 10}
+    options = PAPER | {"lr": 0.05, "betas": (0.9, 1.0), "graft": graft, "precondition_1d": True, "precondition_frequency": 10}
     race([(8, 6), (5, 3, 2), (4,)], options)
+
+
+ORDERS: dict[int, list[Shape]] = {1: [(4,), (2,)], 2: [(5, 5), (4, 4)], 3: [(3, 4, 3)], 4: [(2, 3, 3, 2)]}
+METHODS = ("shampoo", "kl", "soap", "spectral", None)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_defaults(method: str | None, order: int) -> None:
+    options = {"lr": 0.05, "preconditioner": method, "precondition_1d": True, "merge_dims": False}
+    e64 = Race([(ORDERS[order], options)], torch.float64).run()
+    e32 = Race([(ORDERS[order], options)]).run()
+    print("ERR", method, order, e64, e32)
 
 
 # Factors that see the gradient preconditioned by each other.
@@ -378,12 +409,14 @@ KL: dict[str, Options] = {
     "delayed": {"refresh_delay": 1},
     "diagonal": {"large_dim": "diagonal", "precondition_1d": True, "merge_dims": False},
     "relative": {"damping": "relative"},
+    "near the defaults": {"damping": "relative", "eps": 1e-2, "refresh_warmup": 0.1, "beta3": "nesterov"},
+    "multiples of 2": {"block_multiple": 2, "damping": "relative"},
 }
 
 
 @pytest.mark.parametrize("case", KL)
 def test_kl(case: str) -> None:
-    given = {"lr": 0.03, "betas": (0.9, 0.95), "eps": 0.1, "precondition_frequency": 3, "max_preconditioner_dim": 4}
+    given = PAPER | {"lr": 0.03, "eps": 0.1, "precondition_frequency": 3, "max_preconditioner_dim": 4}
     options = given | {"preconditioner": "kl"} | KL[case]
     assert Race([(ZOO, options)], torch.float64).run(keep=0.8) <= 1e-10
     assert Race([(ZOO, options)]).run(keep=0.8) <= 1e-3
@@ -391,7 +424,7 @@ def test_kl(case: str) -> None:
 
 # Adam in eigenbases.
 
-EIGEN: Options = {"lr": 0.03, "betas": (0.9, 0.95), "eps": 1e-2, "weight_decay": 0.1, "precondition_frequency": 3}
+EIGEN: Options = PAPER | {"lr": 0.03, "eps": 1e-2, "weight_decay": 0.1, "precondition_frequency": 3}
 EIGEN |= {"max_preconditioner_dim": 4, "preconditioner": "soap", "graft": None}
 SOAP: dict[str, Options] = {
     "plain": {},
@@ -416,6 +449,10 @@ SOAP: dict[str, Options] = {
     "unmerged, nesterov": {"merge_dims": False, "momentum": 0.9, "nesterov": True},
     "l2, maximize": {"weight_decay_mode": "l2", "maximize": True},
     "experts": {"batch_dims": 1},
+    "relative": {"damping": "relative"},
+    "relative sum, uncorrected": {"damping": "relative", "betas": (0.9, 1.0), "bias_correction": False},
+    "near the defaults": {"damping": "relative", "refresh_warmup": 0.1, "beta3": "nesterov"},
+    "near the defaults, grafted": {"damping": "relative", "refresh_warmup": 0.1, "beta3": "nesterov", "graft": "adam"},
 }
 
 
@@ -464,7 +501,9 @@ SPECTRAL: dict[str, Options] = {
     "start at 5": {"start_preconditioning_step": 5},
     "start at 5, ungrafted": UNGRAFTED | {"start_preconditioning_step": 5},
     "never": {"start_preconditioning_step": math.inf},
-    "nesterov inside": UNGRAFTED | {"beta3": 0.81, "bias_correction": False},
+    "beta3": UNGRAFTED | {"beta3": 0.7, "bias_correction": False},
+    "no beta3": UNGRAFTED | {"beta3": None},
+    "nesterov's filter, uncorrected": {"beta3": "nesterov", "bias_correction": False},
     "l2, maximize": UNGRAFTED | {"weight_decay_mode": "l2", "maximize": True},
 }
 every_spectral = pytest.mark.parametrize("case", SPECTRAL)

@@ -10,11 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
+from paper import PAPER
 from torch import Tensor, nn
 
 import lather
 
 FAST: dict[str, Any] = {"lr": 0.02, "precondition_frequency": 2, "max_preconditioner_dim": 3, "momentum": 0.9}
+FAST |= {"refresh_warmup": 0.0}  # refreshes at even steps only
 INF, NAN = math.inf, math.nan
 
 
@@ -52,6 +54,8 @@ RANGES: list[tuple[str, Any, str]] = [
     *(("betas", (bad, 0.9), "less than 1") for bad in (-0.1, 1.0, NAN)),
     *(("betas", (0.9, bad), "at most 1") for bad in (-0.1, 1.1, NAN)),
     *(("beta3", bad, "less than 1") for bad in (-0.1, 1.0, NAN)),
+    *(("beta3", bad, "less than 1, 'nesterov' or None") for bad in ("nesterv", "None", "paper")),
+    *(("refresh_warmup", bad, "at least 0") for bad in (-0.1, 1.0, NAN, None, "paper")),
     *((name, bad, "more than 0") for name in ("eps", "graft_eps", "exponent_multiplier") for bad in (0.0, -1.0, NAN)),
     *(("weight_decay", bad, "at least 0") for bad in (-0.1, NAN, INF)),
     *(("momentum", bad, "less than 1") for bad in (-0.1, 1.0, NAN)),
@@ -59,10 +63,11 @@ RANGES: list[tuple[str, Any, str]] = [
     *(("graft_beta2", bad, "less than 1") for bad in (-0.1, 1.0, NAN)),
     *(("precondition_frequency", bad, "at least 1") for bad in (0, -1, 1.5, INF, NAN, "2", True)),
     *(("max_preconditioner_dim", bad, "at least 1") for bad in (0, -1, 1.5, NAN, None)),
+    *(("block_multiple", bad, "at least 1") for bad in (0, -16, 1.5, INF, NAN, None, "16")),
     *(("start_preconditioning_step", bad, "at least 1") for bad in (0, -1, 1.5, NAN)),
     *(("batch_dims", bad, "at least 0") for bad in (-1, 0.5, INF)),
     *(("max_failed_refreshes", bad, "at least 0") for bad in (-1, 0.5, INF)),
-    *(("exponent", bad, "at least 0") for bad in (-0.5, NAN, "half", {2: -1.0}, {2: NAN})),
+    *(("exponent", bad, "at least 0") for bad in (-0.5, NAN, "half", "nesterov", {2: -1.0}, {2: NAN}, {2: "paper"})),
     *(("exponent", bad, "at least 1") for bad in ({0: 0.5}, {1.5: 0.5})),
     *((name, bad, "True or False") for name in ("nesterov", "maximize", "merge_dims") for bad in (1, "yes", None)),
 ]
@@ -158,7 +163,7 @@ IDLE: list[tuple[str, dict[str, Any]]] = [
     ("graft_beta2", {"graft_beta2": 0.5, "graft": None}),
     ("graft_eps", {"graft_eps": 0.5, "graft": "sgd"}),
     ("graft_eps", {"graft_eps": 0.5, "graft": None}),
-    ("exponent_multiplier", {"exponent_multiplier": 1.82, "exponent": 0.5}),
+    ("exponent_multiplier", {"exponent_multiplier": 1.82, "exponent": 0.25}),
     ("root_dtype", {"root_dtype": "float64"}),
     ("root_dtype", {"root_dtype": "float64", "state_dtype": "bfloat16"}),
     ("polar", {"polar": "svd"}),
@@ -169,23 +174,68 @@ IDLE: list[tuple[str, dict[str, Any]]] = [
     ("polar", {"polar": "svd", "preconditioner": "kl"}),
     ("exponent", {"exponent": 0.25, "preconditioner": "soap"}),
     ("exponent_multiplier", {"exponent_multiplier": 1.82, "preconditioner": "soap"}),
-    ("damping", {"damping": "relative", "preconditioner": "soap"}),
+    ("damping", {"damping": "absolute", "preconditioner": "spectral"}),
     ("root_dtype", {"root_dtype": "bfloat16", "preconditioner": "soap"}),
     ("polar", {"polar": "svd", "preconditioner": "soap"}),
     ("graft_beta2", {"graft_beta2": 0.5, "preconditioner": "soap", "graft": "sgd"}),
     ("root", {"root": "eigh", "preconditioner": "spectral"}),
-    ("exponent", {"exponent": 0.5, "preconditioner": "spectral"}),
+    ("exponent", {"exponent": 0.25, "preconditioner": "spectral"}),
     ("refresh", {"refresh": "staggered", "preconditioner": "spectral"}),
-    ("refresh_warmup", {"refresh_warmup": 0.1, "preconditioner": "spectral"}),
-    ("refresh_warmup", {"refresh_warmup": 0.1, "start_preconditioning_step": math.inf}),
+    ("refresh_warmup", {"refresh_warmup": 0.2, "preconditioner": "spectral"}),
+    ("refresh_warmup", {"refresh_warmup": 0.2, "start_preconditioning_step": math.inf}),
+    ("refresh_delay", {"refresh_delay": 2, "start_preconditioning_step": math.inf}),
     ("factors", {"factors": "packed", "preconditioner": "spectral"}),
     ("large_dim", {"large_dim": "diagonal", "preconditioner": "spectral"}),
 ]
 
 
 def test_warm_up_and_delay_do_not_go_together() -> None:
-    with pytest.raises(ValueError, match=r"refresh_warmup=0\.1 does not go with refresh_delay=2"):
-        lather.Shampoo([nn.Parameter(torch.ones(2, 2))], refresh_warmup=0.1, refresh_delay=2)
+    with pytest.raises(ValueError, match=r"refresh_warmup=0\.2 does not go with refresh_delay=2"):
+        lather.Shampoo([nn.Parameter(torch.ones(2, 2))], refresh_warmup=0.2, refresh_delay=2)
+
+
+def test_the_default_warm_up_yields_to_a_delay() -> None:
+    """And is there again when the delay is gone."""
+    params = parameters()
+    opt = lather.Shampoo(params.items(), precondition_frequency=4, refresh_delay=1)
+    train(opt, params, 4)
+    assert not roots(opt, params["weight"])["X0.0"].any()
+    train(opt, params, 1, 4)
+    before = roots(opt, params["weight"])
+    assert before["X0.0"].any()
+    opt.param_groups[0]["refresh_delay"] = 0
+    train(opt, params, 1, 5)
+    assert not torch.equal(roots(opt, params["weight"])["X0.0"], before["X0.0"])
+
+
+LEFT: list[dict[str, Any]] = [
+    {},
+    {"preconditioner": "soap"},
+    {"preconditioner": "kl"},
+    {"preconditioner": "spectral"},
+    {"preconditioner": None},
+    {"preconditioner": None, "graft": "sgd"},
+    {"betas": (0.0, 0.9)},
+    {"start_preconditioning_step": math.inf},
+    {"refresh_delay": 1},
+    {"exponent_multiplier": 1.82},
+    {"averaging": "schedule_free"},
+]
+OFF: list[dict[str, Any]] = [{}, {"beta3": None}, {"exponent": None}, {"exponent": "paper"}, {"refresh_warmup": 0.0}]
+OFF += [{"beta3": None, "exponent": None, "refresh_warmup": 0.0, "block_multiple": 1}]
+
+
+@pytest.mark.parametrize("off", OFF, ids=str)
+@pytest.mark.parametrize("options", LEFT, ids=str)
+def test_neither_defaults_nor_their_off_values_raise(options: dict[str, Any], off: dict[str, Any]) -> None:
+    """They say nothing that needs an effect, for all groups and for one."""
+    for where in ([], [{"params": [nn.Parameter(torch.ones(2, 2))], **options, **off}]):
+        params = parameters()
+        opt = lather.Shampoo([{"params": params.values()}, *where], **options, **off)
+        set_grads(params, 0)
+        opt.step()
+        assert all(p.isfinite().all() for p in params.values())
+    lather.plan({"w": (2, 2)}, **options, **off)
 
 
 @pytest.mark.parametrize(("name", "options"), IDLE, ids=str)
@@ -605,11 +655,12 @@ def test_a_solver_that_gives_up_is_helped_out(root: str) -> None:
     torch.testing.assert_close(roots(opt, params["weight"]), roots(other, exact["weight"]), rtol=1e-2, atol=1e-2)
 
 
-def test_large_and_small_gradients() -> None:
+@pytest.mark.parametrize("options", [FAST, PAPER | FAST, {"lr": 0.02}], ids=str)
+def test_large_and_small_gradients(options: dict[str, Any]) -> None:
     """Finite gradients of any size give finite parameters and state."""
     for scale in (1e-30, 1e-15, 1e10, 1e18):
         params = parameters()
-        opt = lather.Shampoo(params.items(), **FAST)
+        opt = lather.Shampoo(params.items(), **options)
         start = params["weight"].detach().clone()
         for t in range(5):
             set_grads(params, t)

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make
+from paper import PAPER
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import lather
+from lather.runtime.checkpoint import VERSION
 
 FILES = sorted(make.FOLDER.glob("*.pt"))
 # What was written on another machine: products and decompositions are rounded in other ways by other processors and
@@ -52,5 +57,79 @@ def test_the_state_matters(path: Path) -> None:
 def test_every_version_has_all_files() -> None:
     versions = {path.stem.partition("-")[0] for path in FILES}
     assert {path.stem for path in FILES} == {f"{version}-{name}" for version in versions for name in make.MAKERS}
-    assert "v1" in versions
-    assert sum(path.stat().st_size for path in FILES if path.stem.startswith("v1")) < 300_000
+    assert versions == {f"v{number}" for number in range(1, VERSION + 1)}
+    for version in versions:
+        assert sum(path.stat().st_size for path in FILES if path.stem.startswith(f"{version}-")) < 300_000
+
+
+# Version 1 cut dimensions that do not divide into nearly equal blocks.
+
+SIDES = {1: [26, 25], 16: [32, 19]}  # of the dimension of size 51, by block_multiple
+
+
+def sides(opt: lather.Shampoo) -> list[int]:
+    (state,) = (entry for entry in opt.state.values() if "L0.1" in entry)
+    return [len(value) for key, value in state.items() if key.startswith("L0.")]
+
+
+def test_a_new_optimizer_takes_over_the_older_blocks_and_options() -> None:
+    saved = load(make.FOLDER / "v1-cut.pt")
+    assert all("block_multiple" not in group for group in saved["optimizer"]["param_groups"])
+    model, opt = make.build("cut")
+    assert (opt.param_groups[0]["block_multiple"], opt.plan().params[0].blocks) == (16, 2)
+    opt.load_state_dict(saved["optimizer"])
+    assert sides(opt) == SIDES[1]
+    assert {name: opt.param_groups[0][name] for name in PAPER} == PAPER
+    again = opt.state_dict()
+    assert again["lather_version"] == VERSION and again["param_groups"][0]["block_multiple"] == 1
+    for key, p in model.named_parameters():
+        p.data = saved["model"][key].clone()
+    _, other = make.build("cut")
+    other.load_state_dict(again)
+    assert sides(other) == SIDES[1]
+    make.advance(model, opt, make.SAVED + 1, make.END)
+    torch.testing.assert_close(make.values(model), saved["after"], **CLOSE)
+    with pytest.raises(ValueError, match="block_multiple of param group 0 was changed from 1 to 16 after the first step"):
+        opt.param_groups[0]["block_multiple"] = 16
+        opt.step()
+
+
+def test_blocks_are_taken_over_after_state_was_allocated() -> None:
+    """By a state dict, or by torch's checkpoint code, which takes a step with zeros."""
+    saved = load(make.FOLDER / "v1-cut.pt")["optimizer"]
+    for allocate in (lambda model, opt: opt.state_dict(), get_optimizer_state_dict):
+        model, opt = make.build("cut")
+        allocate(model, opt)
+        assert sides(opt) == SIDES[16]
+        opt.load_state_dict(saved)
+        assert sides(opt) == SIDES[1]
+
+
+def test_an_optimizer_that_has_started_refuses_other_blocks() -> None:
+    saved = load(make.FOLDER / "v1-cut.pt")["optimizer"]
+    model, opt = make.build("cut")
+    make.advance(model, opt, 1, 1)
+    before = {key: value.clone() for p in model.parameters() for key, value in opt.state[p].items()}
+    with pytest.raises(
+        ValueError, match=r"saved with block_multiple=1 but .* block_multiple=16.*construct it with block_multiple=1"
+    ):
+        opt.load_state_dict(saved)
+    assert sides(opt) == SIDES[16] and opt.param_groups[0]["block_multiple"] == 16
+    torch.testing.assert_close({k: v for p in model.parameters() for k, v in opt.state[p].items()}, before, rtol=0, atol=0)
+    make.advance(model, opt, 2, 2)
+    model, _ = make.build("cut")
+    opt = lather.Shampoo(list(model.named_parameters()), max_preconditioner_dim=40, block_multiple=1)
+    make.advance(model, opt, 1, 1)
+    opt.load_state_dict(saved)
+    assert sides(opt) == SIDES[1] and all(entry["step"] == make.SAVED for entry in opt.state.values())
+
+
+@pytest.mark.parametrize("name", ["max_preconditioner_dim", "factors", "graft"])
+def test_no_other_structure_is_taken_over(name: str) -> None:
+    model, _ = make.build("cut")
+    options: dict[str, Any] = {"max_preconditioner_dim": 40} | {
+        name: {"max_preconditioner_dim": 20, "factors": "packed", "graft": "sgd"}[name]
+    }
+    opt = lather.Shampoo(list(model.named_parameters()), **options)
+    with pytest.raises(ValueError, match=f"{name}=.*construct it with {name}="):
+        opt.load_state_dict(load(make.FOLDER / "v1-cut.pt")["optimizer"])

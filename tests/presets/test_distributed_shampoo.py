@@ -17,7 +17,7 @@ from reference import Reference
 from torch import nn
 
 import lather
-from lather.options import ARGUMENTS, OPTIONS
+from lather.options import ARGUMENTS
 
 Options = dict[str, Any]
 PAGE = pathlib.Path(__file__).parents[2] / "docs/paper.md"
@@ -111,7 +111,7 @@ COMPUTED = config("PrecisionConfig", computation_dtype=torch.float32, inv_factor
 TRANSLATED: list[tuple[Options, Options]] = [
     ({"epsilon": 1e-8}, {"eps": 1e-8}),
     ({"beta3": 0.5}, {"beta3": 0.5}),
-    ({"betas": (0.0, 1.0), "beta3": 0.5}, {"beta3": OPTIONS["beta3"].default}),  # there is no filter
+    ({"betas": (0.0, 1.0), "beta3": 0.5}, {"beta3": None}),  # there is no filter
     ({"betas": (0.0, 1.0)}, {"betas": (0.0, 1.0)}),
     ({"start_preconditioning_step": math.inf}, {"start_preconditioning_step": math.inf}),
     ({"preconditioner": "soap"}, {"preconditioner": "soap"}),

@@ -169,11 +169,11 @@ def test_groups() -> None:
     names = ("lr", "momentum", "eps", "nesterov", "betas", "beta3", "polar", "polar_scale", "graft_eps", "preconditioner")
     none = "newton_schulz"
     assert [tuple(group[name] for name in names) for group in opt.param_groups] == [
-        (0.25, 0.0, 1e-12, False, (0.5, 0.999), 0.25, "newton_schulz(steps=2, eps=1e-05)", "original", 1e-8, "spectral"),
-        (0.25, 0.0, 1e-12, False, (0.9, 0.999), None, none, None, 1e-8, None),
-        (1e-3, 0.0, 1e-12, False, (0.5, 0.75), None, none, None, 1e-4, None),
-        (1e-3, 0.0, 1e-12, False, (0.9, 0.999), None, none, None, 1e-8, "shampoo"),
-        (0.02, 0.0, 1e-12, False, (0.95, 0.999), None, "newton_schulz(eps=1e-05)", "match_rms_adamw", 1e-8, "spectral"),
+        (0.25, 0.0, 1e-4, False, (0.5, 0.999), "nesterov", "newton_schulz(steps=2, eps=1e-05)", "original", 1e-8, "spectral"),
+        (0.25, 0.0, 1e-4, False, (0.9, 0.999), "nesterov", none, None, 1e-8, None),
+        (1e-3, 0.0, 1e-4, False, (0.5, 0.75), "nesterov", none, None, 1e-4, None),
+        (1e-3, 0.0, 1e-4, False, (0.9, 0.999), "nesterov", none, None, 1e-8, "shampoo"),
+        (0.02, 0.0, 1e-4, False, (0.95, 0.999), None, "newton_schulz(eps=1e-05)", "match_rms_adamw", 1e-8, "spectral"),
     ]
     rows = opt.plan().params
     assert [(row.method, row.blocks) for row in rows] == [

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn, optim
 
 import lather
+from lather.options import OPTIONS
 
 Make = Callable[..., lather.Shampoo]
 Options = dict[str, Any]
 SHAPES: list[tuple[int, ...]] = [(6, 5), (6, 5), (4, 3, 2, 2), (9, 2), (6,), ()]
 NEVER: Options = {"start_preconditioning_step": math.inf, "max_preconditioner_dim": 4}
+TORCH_BETAS = (0.9, 0.999)
 PRESETS: list[tuple[Make, type[optim.Optimizer]]] = [
     (lather.from_sgd, optim.SGD),
     (lather.from_adagrad, optim.Adagrad),
@@ -48,6 +50,11 @@ def parameters(seed: int = 0) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
 
 
+def torchs(make: Make) -> Options:
+    """torch's defaults, where those of the preset are others."""
+    return {"betas": TORCH_BETAS} if make in (lather.from_adam, lather.from_adamw, lather.low_memory) else {}
+
+
 def train(opt: optim.Optimizer, steps: int = 60, schedule: Any = None) -> None:
     """On a loss that depends on parameter and step, so that every difference feeds back."""
     for t in range(steps):
@@ -66,9 +73,15 @@ def assert_close(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
 
 @pytest.mark.parametrize(("make", "torch_class"), PRESETS[:-1], ids=lambda x: x.__name__)  # the last passes them on
 def test_signature_is_torchs(make: Make, torch_class: type) -> None:
+    """Except for the default betas, which are those of Shampoo."""
+
     def arguments(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
         known = inspect.signature(function).parameters.values()
-        return [(p.name, p.kind, p.default) for p in known if p.name not in ("self", "options")]
+        found = {p.name: p for p in known if p.name not in ("self", "options")}
+        if "betas" in found:
+            assert found["betas"].default == (OPTIONS["betas"].default if function is make else TORCH_BETAS)
+            found["betas"] = found["betas"].replace(default=None)
+        return [(p.name, p.kind, p.default) for p in found.values()]
 
     theirs, ours = arguments(torch_class.__init__), arguments(make)
     assert [a for a in ours if a[1] != inspect.Parameter.KEYWORD_ONLY] == [
@@ -80,7 +93,7 @@ def test_signature_is_torchs(make: Make, torch_class: type) -> None:
 @pytest.mark.parametrize(("make", "torch_class", "options"), CASES, ids=lambda x: getattr(x, "__name__", ""))
 def test_never_preconditioned_is_torch(make: Make, torch_class: Any, options: Options) -> None:
     ours, theirs = parameters(), parameters()
-    train(make(ours, **NEVER, **copy.deepcopy(options)))
+    train(make(ours, **NEVER, **torchs(make) | copy.deepcopy(options)))
     train(torch_class(theirs, **copy.deepcopy(options)))
     if "lr" in options:
         assert_close(ours, theirs)
@@ -90,7 +103,7 @@ def test_never_preconditioned_is_torch(make: Make, torch_class: Any, options: Op
 @pytest.mark.parametrize(("make", "torch_class"), PRESETS, ids=lambda x: x.__name__)
 def test_preconditioning_makes_a_difference(make: Make, torch_class: Any) -> None:
     ours, theirs = parameters(), parameters()
-    train(make(ours, lr=0.02), 12)
+    train(make(ours, lr=0.02, **torchs(make)), 12)
     train(torch_class(theirs, lr=0.02), 12)
     assert not torch.allclose(ours[0], theirs[0], rtol=1e-3)
     torch.testing.assert_close(ours[4:], theirs[4:])  # vectors are elementwise
@@ -166,7 +179,7 @@ def test_groups(make: Make, torch_class: Any) -> None:
 
     given = groups(ours)
     before = copy.copy(given[0])
-    train(make(iter(given), lr=0.02, **NEVER))
+    train(make(iter(given), lr=0.02, **torchs(make), **NEVER))
     assert given[0].keys() == before.keys()
     theirs_opt = torch_class(groups(theirs), lr=0.02)
     taken = copy.deepcopy(theirs_opt.param_groups)
