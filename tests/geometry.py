@@ -34,6 +34,7 @@ def cuttings(draw: Any) -> tuple[Shape, Options]:
     shape = draw(shapes)
     return shape, {
         "max_preconditioner_dim": draw(st.integers(1, 14)),
+        "block_multiple": draw(st.sampled_from([1, 2, 3, 16])),
         "merge_dims": draw(st.booleans()),
         "large_dim": draw(st.sampled_from(["block", "diagonal", "adagrad"])),
         "batch_dims": draw(st.integers(0, len(shape))),

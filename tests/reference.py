@@ -22,7 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "momentum": 0.0, "dampening": 0.0, "nesterov": False,
     "averaging": None, "averaging_beta": None, "averaging_decay": None, "averaging_powers": (2.0, 0.0),  # None: 0.9 or 0.7; 0.9967
     "preconditioner": "shampoo", "polar": "newton_schulz", "polar_scale": None,
-    "exponent": 0.5, "exponent_multiplier": 1.0,  # float or {order: float}; None, or a multiplier: multiplier / (2 order)
+    "exponent": 0.5, "exponent_multiplier": 1.0,  # float or {order: float}; None, "paper" or a multiplier: multiplier / (2 order)
     "graft": "adam", "graft_beta2": None, "graft_eps": 1e-8,  # None: betas[1], or 0.999 where that is 1
     "max_preconditioner_dim": 1024, "block_multiple": 16, "merge_dims": True, "large_dim": "block",
     "batch_dims": 0, "precondition_1d": False,
@@ -223,7 +223,7 @@ class Reference:
             if o[name] not in allowed:
                 raise ValueError(f"{name}={o[name]!r} is not one of {allowed}")
         if o["exponent_multiplier"] != 1:
-            if o["exponent"] not in (None, DEFAULTS["exponent"]):
+            if o["exponent"] not in (None, "paper", DEFAULTS["exponent"]):
                 raise ValueError("exponent and exponent_multiplier both set the exponent: give one of them")
             o["exponent"] = None
         if o["refresh"] == "staggered" and offsets is None:
@@ -376,7 +376,7 @@ class Reference:
 
     def _refresh(self, block: Block, t: int) -> None:
         o, order = self.options, len(block.factors)
-        e = o["exponent"]
+        e = None if o["exponent"] == "paper" else o["exponent"]
         e = e.get(order) if isinstance(e, Mapping) else e
         e = o["exponent_multiplier"] / (2 * order) if e is None else e
         e = 0.5 if o["preconditioner"] == "kl" else e

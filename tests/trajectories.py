@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from distributed import cases, saving
 from distributed.harness import Pools
-from trajectory_cases import GPA, MOMENTUM, STAGGERED, Case, alone
+from trajectory_cases import ABSOLUTE, FIRST, GPA, MOMENTUM, STAGGERED, Case, Options, alone
 
 import lather
 
@@ -118,7 +118,13 @@ def train(case: Case) -> Result:
 
 # Several ranks.
 
-R = cases.Case
+
+def R(options: Options | None = None, **unusual: Any) -> cases.Case:
+    options = options or {}
+    damped = options.get("preconditioner", "shampoo") in ("shampoo", "kl", "soap")
+    return cases.Case(FIRST | (ABSOLUTE if damped else {}) | options, **unusual)
+
+
 RANKS: dict[str, cases.Case] = {
     "plain": R(),
     "all at once": R(STAGGERED | MOMENTUM | {"weight_decay": 0.1}, gaps=True, groups=True),

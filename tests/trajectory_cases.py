@@ -21,7 +21,10 @@ import lather
 Options = dict[str, Any]
 
 MIXTURES = 100
-BASE: Options = {"lr": 0.05, "eps": 1e-6, "weight_decay": 0.1, "max_preconditioner_dim": 8, "precondition_frequency": 3}
+# Defaults that have changed since the first version, so that recordings of all versions can be compared. Presets have their own.
+FIRST: Options = {"betas": (0.9, 0.95), "beta3": None, "exponent": None, "refresh_warmup": 0.0}
+ABSOLUTE: Options = {"damping": "absolute"}  # for methods that have damping
+BASE = FIRST | {"lr": 0.05, "eps": 1e-6, "weight_decay": 0.1, "max_preconditioner_dim": 8, "precondition_frequency": 3}
 SHAPES = {
     "wide": (20, 7),  # larger than max_preconditioner_dim
     "conv": (6, 3, 3, 3),
@@ -113,9 +116,9 @@ def vary(**values: Iterable[Any]) -> list[Options]:
 # Tables.
 
 METHODS: dict[str, Options] = {
-    "shampoo": {},
-    "kl": {"preconditioner": "kl"},
-    "soap": {"preconditioner": "soap", "graft": None},
+    "shampoo": ABSOLUTE,
+    "kl": ABSOLUTE | {"preconditioner": "kl"},
+    "soap": ABSOLUTE | {"preconditioner": "soap", "graft": None},
     "spectral": {"preconditioner": "spectral", "graft": None},
     "elementwise": {"preconditioner": None},
 }

@@ -104,19 +104,23 @@ def test_slices_that_go_together_are_of_one_kind(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("method", "graft", "expected"),
+    ("method", "graft", "beta3", "expected"),
     [
-        ("shampoo", None, [[((8, 8), False), ((8,), False)]]),
-        ("spectral", "adam", [[((8,), False)]]),
-        ("kl", None, [[((8, 8), True), ((8,), False)]]),
-        ("soap", "adam", [[((8, 8), True), ((8,), False)]]),
-        ("soap", None, [[((8, 8), True)], [((8,), False)]]),
+        ("shampoo", None, None, [[((8, 8), False), ((8,), False)]]),
+        ("shampoo", None, 0.5, [[((8, 8), False), ((8,), False)]]),
+        ("shampoo", None, "nesterov", [[((8, 8), False)], [((8,), False)]]),
+        ("spectral", "adam", "nesterov", [[((8,), False)]]),
+        ("kl", None, None, [[((8, 8), True), ((8,), False)]]),
+        ("kl", "adam", "nesterov", [[((8, 8), True)], [((8,), False)]]),
+        ("soap", "adam", None, [[((8, 8), True), ((8,), False)]]),
+        ("soap", None, None, [[((8, 8), True)], [((8,), False)]]),
     ],
 )
-def test_methods_that_update_factors_in_their_own_way(method, graft, expected, monkeypatch):
-    """There are no kernels for a polar factor. Vectors of SOAP without a graft follow Adam, so they go apart."""
+def test_methods_that_update_factors_in_their_own_way(method, graft, beta3, expected, monkeypatch):
+    """There are no kernels for a polar factor. Vectors of SOAP without a graft follow Adam, and with Nesterov's filter vectors do
+    not look ahead, so they go apart."""
     monkeypatch.setattr(slices, "suits", lambda *_: True)
-    group = settings(preconditioner=method, graft=graft)
+    group = settings(preconditioner=method, graft=graft, beta3=beta3)
     banks = [(key((8, 8)), 2), (key((8,), (), kind="graft"), 2)]
     together = divide_banks(banks, [group])
     assert [[(piece.shape, piece.custom_factors) for piece in found] for found in together] == expected
@@ -132,7 +136,7 @@ def test_only_cuda_has_kernels(monkeypatch):
     assert slices.suits("cuda", "float32", plain)
     assert slices.suits("cuda:1", "bfloat16", settings(betas=(0.9, 0.999), beta3=0.9))
     assert not slices.suits("cuda", "float64", plain)
-    assert not slices.suits("cuda", "float32", settings(beta3=0.5))
+    assert slices.suits("cuda", "float32", settings()) and slices.suits("cuda", "float32", settings(beta3=0.5))
     assert not slices.suits("cuda", "float32", settings(state_dtype="bfloat16"))
     monkeypatch.setattr(slices, "has_kernels", lambda device: False)
     assert not slices.suits("cuda", "float32", plain)
@@ -162,15 +166,18 @@ def test_scratch():
         BankSlice(key((24, 40)), 0, 3),
         BankSlice(key((4, 70, 9), ("full",) * 3), 0, 2),
         BankSlice(key((4, 3, 17), ("full",) * 3), 0, 2),
-        BankSlice(key((33,), ()), 0, 1),
+        BankSlice(key((33,), (), kind="graft"), 0, 1),
     )
+    plain = settings(beta3=None)
     plane = 3 * 64 * 64 + slices.SIDE * 64
-    assert scratch_sizes([matrices, vectors], settings()) == {
-        "flat": (torch.float32, 2880 + 48),
-        "halves": (torch.float16, 2 * plane),
-    }
+    assert scratch_sizes([matrices, vectors], plain) == {"flat": (torch.float32, 2880 + 48), "halves": (torch.float16, 2 * plane)}
     plane = 2 * 64 * 9 * 128 + slices.SIDE * 9 * 128
-    assert scratch_sizes([thin], settings()) == {"flat": (torch.float32, 2 * 2520), "halves": (torch.float16, 2 * plane)}
-    assert scratch_sizes([matrices, thick], settings())["plain"] == (torch.float32, 2880 + 416)
+    assert scratch_sizes([thin], plain) == {"flat": (torch.float32, 2 * 2520), "halves": (torch.float16, 2 * plane)}
+    assert scratch_sizes([matrices, thick], plain)["plain"] == (torch.float32, 2880 + 416)
+    for ahead in (settings(), settings(beta3=0.5)):  # directions, and filtered gradients beside them
+        assert scratch_sizes([matrices], ahead) == scratch_sizes([matrices], plain) | {"filtered": (torch.float32, 2880)}
+    assert scratch_sizes([vectors], settings()) == scratch_sizes([vectors], plain)
+    assert scratch_sizes([vectors], settings(beta3=0.5))["filtered"] == (torch.float32, 48)
+    assert "filtered" not in scratch_sizes([matrices], settings(start_preconditioning_step=math.inf))
     assert "plain" in scratch_sizes([matrices], settings(betas=(0.0, 0.999)))
     assert scratch_sizes([vectors], settings())["halves"] == (torch.float16, 0)

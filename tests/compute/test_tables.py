@@ -47,9 +47,11 @@ def test_kernels_find_every_column_by_its_name():
 
 
 def made_for(shapes, monkeypatch, **options):
-    """A run on the CPU, the executor of slices that kernels would compute together, their tables, and the buffer of halves."""
+    """A run on the CPU, the executor of slices that kernels would compute together, their tables, and the buffer of halves.
+
+    With Nesterov's filter, matrices and vectors would have executors of their own."""
     monkeypatch.setattr(slices, "suits", lambda *_: True)
-    opt = lather.Shampoo([torch.nn.Parameter(torch.randn(shape)) for shape in shapes], **options)
+    opt = lather.Shampoo([torch.nn.Parameter(torch.randn(shape)) for shape in shapes], **{"beta3": None} | options)
     run = opt._session.prepare(opt.param_groups, opt.state)
     (found,) = run.units[0].executors
     dtype, numel = scratch_sizes(found.slices, opt._session.settings[0])["halves"]

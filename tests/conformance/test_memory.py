@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from paper import PAPER
 from torch import Tensor
 
 import lather
@@ -15,6 +16,7 @@ from lather.roots import has_kernels
 SHAPES = [(12, 8), (12, 8), (7, 30), (3, 4, 5), (9,), (1, 4)]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "paper": PAPER | {"eps": 1e-3},
     "sum": {"betas": (0.9, 1.0)},
     "staggered": {"refresh": "staggered", "graft": None},
     "diagonal": {"large_dim": "diagonal"},
@@ -81,7 +83,7 @@ def test_rounded_roots_change_little(kept: str) -> None:
 def test_a_root_that_overflows_where_it_is_kept_has_failed() -> None:
     """(1e-12)^(-1/2) is too large for float16. The block follows its graft."""
     w, v = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
-    common = {"eps": 1e-12, "precondition_1d": True, "precondition_frequency": 1}
+    common = {"eps": 1e-12, "damping": "absolute", "precondition_1d": True, "precondition_frequency": 1}
     opts = [lather.Shampoo([w], root_dtype="float16", **common)]
     opts += [lather.Shampoo([v], precondition_frequency=1)]
     for p, opt in zip((w, v), opts, strict=True):
@@ -97,7 +99,7 @@ def test_a_root_that_overflows_where_it_is_kept_has_failed() -> None:
 def test_a_root_that_vanishes_where_it_is_kept_has_failed() -> None:
     """(1e16)^(-1/2) is too small for float16. A direction of zero would stop the parameter for good."""
     w = torch.nn.Parameter(torch.ones(4, 2))
-    opt = lather.Shampoo([w], root_dtype="float16", exponent={2: 0.5}, precondition_frequency=1)
+    opt = lather.Shampoo([w], **PAPER | {"root_dtype": "float16", "exponent": {2: 0.5}, "precondition_frequency": 1})
     w.grad = torch.tensor([[1.0, 1.0], *3 * [[1.2e8, -1.2e8]]])
     with pytest.warns(lather.NumericalWarning, match="could not be refreshed"):
         opt.step()
@@ -145,9 +147,12 @@ def test_index_tables_of_packed_factors_are_planned() -> None:
 
 @pytest.mark.skipif(not has_kernels(torch.device("cuda")), reason="needs Triton")
 def test_buffers_of_kernels_are_planned() -> None:
-    """Directions, gradients in two halves of 16 bits padded to whole tiles, and messages."""
+    """Directions, gradients in two halves of 16 bits padded to whole tiles, filtered gradients where the filter does not remember
+    them, and messages."""
     one, numel = lather.plan({"w": (64, 64)}, device="cuda"), 64 * 64
-    assert one.scratch_bytes == 4 * numel + 2 * 2 * (numel + SIDE * 64)
+    plain = lather.plan({"w": (64, 64)}, device="cuda", beta3=None)
+    assert plain.scratch_bytes == 4 * numel + 2 * 2 * (numel + SIDE * 64)
+    assert one.scratch_bytes == plain.scratch_bytes + 4 * numel
     two = lather.plan({"w": (64, 64)}, device="cuda", ranks=2)
     written = 4 * numel + 4 * numel  # parameters and directions, where they are stored
     assert two.scratch_bytes == one.scratch_bytes + written

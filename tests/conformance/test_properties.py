@@ -11,6 +11,7 @@ import torch
 from geometry import Options, Shape, box, count, cuttings
 from hypothesis import example, given
 from hypothesis import strategies as st
+from paper import PAPER
 from reference import Reference
 from torch import Tensor
 
@@ -21,26 +22,30 @@ from lather.settings import resolve
 Grads = Sequence[Sequence[Tensor | None]]  # by step and parameter
 
 BASE: Options = {"lr": 0.05, "eps": 1e-4, "max_preconditioner_dim": 4, "precondition_frequency": 3}
+COLD: Options = {"refresh_warmup": 0.0}  # by default roots are refreshed in each of so few steps
 VARIANTS: dict[str, Options] = {
     "adam": {"weight_decay": 0.1},
+    "adam, cold": COLD | {"weight_decay": 0.1, "block_multiple": 2},
+    "paper": PAPER | {"eps": 1e-4},
     "adagrad": {"graft": "adagrad", "betas": (0.9, 1.0), "weight_decay": 0.1, "weight_decay_mode": "corrected"},
-    "rmsprop": {"graft": "rmsprop", "momentum": 0.9, "nesterov": True, "dampening": 0.1, "bias_correction": False},
+    "rmsprop": COLD | {"graft": "rmsprop", "momentum": 0.9, "nesterov": True, "dampening": 0.1, "bias_correction": False},
     "sgd": {"graft": "sgd", "betas": (0.0, 0.95), "momentum": 0.9, "weight_decay": 0.1, "weight_decay_mode": "l2"},
     "ungrafted": {"graft": None, "beta3": 0.5, "exponent": 0.3, "maximize": True, "start_preconditioning_step": 1},
-    "multiplier": {"exponent_multiplier": 1.82, "merge_dims": False, "weight_decay_mode": "independent"},
+    "multiplier": COLD | {"exponent_multiplier": 1.82, "merge_dims": False, "weight_decay_mode": "independent"},
     "diagonal": {"large_dim": "diagonal", "precondition_1d": True},
     "large adagrad": {"large_dim": "adagrad"},
     "stacked": {"batch_dims": 1, "precondition_1d": True},
     "never": {"start_preconditioning_step": math.inf},
-    "newton": {"root": "newton"},
+    "newton": COLD | {"root": "newton"},
     "higher_order": {"root": "higher_order"},
-    "minimax": {"root": "minimax"},
+    "minimax": COLD | {"root": "minimax"},
     "qr": {"root": "qr"},
     "kl": {"preconditioner": "kl", "weight_decay": 0.1},
+    "kl, cold": COLD | {"preconditioner": "kl", "damping": "absolute"},
     "soap": {"preconditioner": "soap", "graft": None, "weight_decay": 0.1},
-    "soap, grafted": {"preconditioner": "soap", "betas": (0.9, 1.0), "start_preconditioning_step": 2},
+    "soap, grafted": COLD | {"preconditioner": "soap", "betas": (0.9, 1.0), "start_preconditioning_step": 2},
     "soap, qr": {"preconditioner": "soap", "graft": None, "root": "qr", "large_dim": "diagonal", "merge_dims": False},
-    "soap, track": {"preconditioner": "soap", "graft": None, "root": "track", "betas": (0.0, 0.95)},
+    "soap, track": COLD | {"preconditioner": "soap", "graft": None, "root": "track", "betas": (0.0, 0.95)},
     "spectral": {"preconditioner": "spectral", "weight_decay": 0.1},
     "spectral, ungrafted": {"preconditioner": "spectral", "graft": None, "polar": "polar_express", "merge_dims": False},
     "spectral, whole": {"preconditioner": "spectral", "graft": None, "polar": "svd", "max_preconditioner_dim": math.inf},
@@ -310,9 +315,10 @@ def test_never_preconditioned_is_torch(
 
 
 @every_graft
-@pytest.mark.parametrize("start", [1, math.inf])
-def test_scale_of_gradients(start: float, graft: str | None) -> None:
-    """g -> c g with eps -> c^2 eps and graft_eps -> c graft_eps. Parameters stay the same if lr undoes the degree.
+@pytest.mark.parametrize(("start", "damping"), [(1, "absolute"), (1, "relative"), (math.inf, "relative")])
+def test_scale_of_gradients(start: float, damping: str, graft: str | None) -> None:
+    """g -> c g with graft_eps -> c graft_eps, and eps -> c^2 eps if it is absolute. Parameters stay the same if lr undoes the
+    degree, with the paper's exponent.
 
     A power of two scales without rounding. So do all grafts; roots are taken by `pow`, which promises no such thing.
     """
@@ -322,7 +328,8 @@ def test_scale_of_gradients(start: float, graft: str | None) -> None:
     grads = [[g for g in row if g is not None and g.dim() > 1] for row in grads]
     for scale in (1.0, c):
         eps = {} if graft in ("sgd", None) else {"graft_eps": 1e-3 * scale}
-        options = BASE | {"graft": graft, "start_preconditioning_step": start, "eps": 1e-2 * scale**2, **eps}
+        options = BASE | {"graft": graft, "start_preconditioning_step": start, "exponent": "paper", "damping": damping, **eps}
+        options |= {"eps": 1e-2 * (scale**2 if damping == "absolute" else 1.0)} | (COLD if start == 1 else {})
         options |= {"lr": 0.05 / scale**degree, "precondition_1d": True}
         moved.append(train(weights, [[scale * g for g in row if g is not None] for row in grads], options))
     for a, b, w in zip(*moved, weights, strict=True):

@@ -320,7 +320,25 @@ def test_a_bad_gradient_is_skipped(refresh: str) -> None:
 def test_a_zero_gradient_is_a_gradient(base: str, graft: str | None) -> None:
     """From the first step on or in between: its direction is zero, and decay and momentum go on."""
     zeros = {t: {0: 0.0, 2: 0.0} if t < 6 else {1: 0.0} for t in (1, 2, 3, 4, 8, 9)}
-    assert Race([(FEW, BASES[base] | {"graft": graft, "weight_decay_mode": "decoupled"})]).run(spoil=zeros) <= 1e-5
+    options = BASES[base] | {"graft": graft, "weight_decay_mode": "decoupled", "damping": "absolute"}
+    assert Race([(FEW, options)]).run(spoil=zeros) <= 1e-5
+
+
+@pytest.mark.xfail(strict=True, reason="the root of a zero factor is 1e15, and norms of directions overflow in float32")
+@pytest.mark.parametrize("shape", [(8, 3), (4, 3, 3)], ids=str)
+def test_after_zero_gradients_a_step_is_as_long_as_the_grafts(shape: Shape) -> None:
+    """Roots are refreshed while all gradients are zero, and used before they are refreshed again."""
+    moved = []
+    for start in (None, math.inf):
+        p = torch.nn.Parameter(torch.zeros(shape))
+        opt = lather.Shampoo(
+            [p], lr=1.0, beta3=None, refresh_warmup=0.0, precondition_frequency=3, start_preconditioning_step=start
+        )
+        for t in range(1, 5):
+            p.grad = torch.full(shape, float(t == 4))
+            opt.step()
+        moved.append(p.detach().norm())
+    torch.testing.assert_close(moved[0], moved[1])
 
 
 SPLITS: dict[str, tuple[list[Shape], Options]] = {
@@ -385,17 +403,31 @@ def test_the_papers_eps_where_factors_have_full_rank(graft: str | None) -> None:
     race([(8, 6), (5, 3, 2), (4,)], options)
 
 
-ORDERS: dict[int, list[Shape]] = {1: [(4,), (2,)], 2: [(5, 5), (4, 4)], 3: [(3, 4, 3)], 4: [(2, 3, 3, 2)]}
-METHODS = ("shampoo", "kl", "soap", "spectral", None)
+# By order, shapes whose factors have full rank from the first refresh on: the bases of SOAP are then unique.
+ORDERS: dict[int, list[Shape]] = {1: [(2,), (2,)], 2: [(5, 5), (4, 4)], 3: [(3, 4, 3)], 4: [(2, 3, 3, 2)]}
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["shampoo", "kl", "soap", "spectral", None])
 def test_the_defaults(method: str | None, order: int) -> None:
+    """Shapes only decide what is preconditioned. All else is as it comes, the learning rate apart."""
     options = {"lr": 0.05, "preconditioner": method, "precondition_1d": True, "merge_dims": False}
-    e64 = Race([(ORDERS[order], options)], torch.float64).run()
-    e32 = Race([(ORDERS[order], options)]).run()
-    print("ERR", method, order, e64, e32)
+    assert Race([(ORDERS[order], options)], torch.float64).run() <= 1e-9
+    assert Race([(ORDERS[order], options)]).run() <= 1e-5
+
+
+@pytest.mark.parametrize("method", ["shampoo", "kl", "soap", "spectral"])
+def test_the_defaults_without_a_graft(method: str) -> None:
+    """How long directions are then depends on small eigenvalues too, which float32 does not resolve."""
+    options = {"lr": 0.5, "preconditioner": method, "precondition_1d": True, "merge_dims": False, "graft": None}
+    assert Race([(shapes, options) for shapes in ORDERS.values()], torch.float64).run() <= 1e-9
+
+
+@pytest.mark.parametrize("method", ["shampoo", "kl", "spectral", None])
+def test_the_defaults_where_factors_have_no_full_rank_at_first(method: str | None) -> None:
+    """Also vectors that are not preconditioned, beside matrices that look ahead; and parameters that sit steps out."""
+    shapes = [*ZOO, (20, 3), (3, 20)]
+    assert Race([(shapes, {"lr": 0.05, "preconditioner": method})], torch.float64).run(keep=0.8) <= 1e-9
 
 
 # Factors that see the gradient preconditioned by each other.

@@ -76,7 +76,7 @@ def test_a_new_optimizer_takes_over_the_older_blocks_and_options() -> None:
     saved = load(make.FOLDER / "v1-cut.pt")
     assert all("block_multiple" not in group for group in saved["optimizer"]["param_groups"])
     model, opt = make.build("cut")
-    assert (opt.param_groups[0]["block_multiple"], opt.plan().params[0].blocks) == (16, 2)
+    assert opt.param_groups[0]["block_multiple"] == 16
     opt.load_state_dict(saved["optimizer"])
     assert sides(opt) == SIDES[1]
     assert {name: opt.param_groups[0][name] for name in PAPER} == PAPER

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from paper import PAPER
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -135,8 +136,10 @@ CHANGES: dict[str, Any] = {
     "nesterov": False,
     "maximize": True,
     "bias_correction": False,
-    "exponent": 0.5,
+    "exponent": None,
     "exponent_multiplier": 1.5,
+    "damping": "absolute",
+    "refresh_warmup": 0.1,
     "root": "newton(iterations=3, tolerance=0.999)",
     "graft_beta2": 0.5,
     "graft_eps": 1.0,
@@ -148,7 +151,7 @@ CHANGES: dict[str, Any] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_options_are_read_on_every_step(name: str) -> None:
     plain, changed = parameters(), parameters()
-    options = FAST | {"momentum": 0.5, "nesterov": True}
+    options = FAST | {"momentum": 0.5, "nesterov": True, "refresh_warmup": 0.0}
     for params, change in ((plain, False), (changed, True)):
         opt = lather.Shampoo(params.values(), **options)
         train(opt, 4)
@@ -206,14 +209,15 @@ def test_eps_is_by_method_unless_given() -> None:
     def params() -> list[nn.Parameter]:
         return [nn.Parameter(torch.ones(3, 2))]
 
-    methods = {"shampoo": 1e-12, "soap": 1e-8, "kl": 1e-6, "spectral": 1e-12, None: 1e-12}
-    groups = [{"params": params(), "preconditioner": method} for method in methods]
-    opt = lather.Shampoo([*groups, {"params": params(), "preconditioner": "kl", "eps": 1e-3}])
-    assert [group["eps"] for group in opt.param_groups] == [*methods.values(), 1e-3]
+    methods = {"shampoo": (1e-4, 1e-12), "soap": (1e-8, 1e-8), "kl": (1e-4, 1e-6), "spectral": (1e-4, 1e-12), None: (1e-4, 1e-12)}
+    for number, damping in enumerate(("relative", "absolute")):
+        groups = [{"params": params(), "preconditioner": method} for method in methods]
+        opt = lather.Shampoo([*groups, {"params": params(), "preconditioner": "kl", "eps": 1e-3}], damping=damping)
+        assert [group["eps"] for group in opt.param_groups] == [*(eps[number] for eps in methods.values()), 1e-3]
     opt = lather.Shampoo(params(), preconditioner="kl")
-    opt.load_state_dict(lather.Shampoo(params(), preconditioner="kl", eps=1e-4).state_dict())
+    opt.load_state_dict(lather.Shampoo(params(), preconditioner="kl", eps=1e-3).state_dict())
     opt.add_param_group({"params": params()})
-    assert [group["eps"] for group in opt.param_groups] == [1e-4, 1e-6]
+    assert [group["eps"] for group in opt.param_groups] == [1e-3, 1e-4]
 
 
 def test_closure() -> None:
@@ -684,12 +688,20 @@ def test_import_is_quick_and_needs_torch_only() -> None:
 HALVES = [(dtype, state, "eigh") for dtype in ("float32", "bfloat16", "float16") for state in ("float32", "bfloat16")]
 
 
+IN_HALF = ("float16", "float16", "eigh")
+TOO_LARGE = pytest.mark.xfail(reason="the root of a zero factor, 1e15, is too large for float16", raises=lather.NumericalWarning)
+
+
+@pytest.mark.parametrize("settings", [{}, PAPER], ids=["", "paper"])
 @pytest.mark.parametrize(
-    ("dtype", "state_dtype", "root"),
-    [*HALVES, ("float16", "float16", "eigh"), *(("float16", "float32", root) for root in ROOTS[1:])],
+    ("dtype", "state_dtype", "root"), [*HALVES, IN_HALF, *(("float16", "float32", root) for root in ROOTS[1:])]
 )
-def test_zero_gradients_are_never_nan(dtype: str, state_dtype: str, root: str) -> None:
-    options = FAST | {"weight_decay": 0.0, "precondition_frequency": 2, "momentum": 0.9}
+def test_zero_gradients_are_never_nan(
+    dtype: str, state_dtype: str, root: str, settings: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    if not settings and (dtype, state_dtype, root) == IN_HALF:
+        request.applymarker(TOO_LARGE)
+    options = FAST | settings | {"weight_decay": 0.0, "precondition_frequency": 2, "momentum": 0.9}
     params = parameters(getattr(torch, dtype))
     start = [p.detach().clone() for p in params.values()]
     grafts = ("adam", "adagrad", "rmsprop", "sgd", None)
@@ -757,7 +769,7 @@ def test_shapes_that_are_no_matrix(shape: tuple[int, ...], on_nonfinite: str) ->
     ours, theirs = parameters(shapes=shapes), parameters(shapes=shapes)
     opt = lather.Shampoo(ours.values(), on_nonfinite=on_nonfinite, **FAST)
     train(opt, 7)
-    train(torch.optim.AdamW([theirs["odd"]], lr=FAST["lr"], betas=(0.9, 0.95), weight_decay=FAST["weight_decay"]), 7)
+    train(torch.optim.AdamW([theirs["odd"]], lr=FAST["lr"], betas=(0.95, 0.95), weight_decay=FAST["weight_decay"]), 7)
     torch.testing.assert_close(ours["odd"], theirs["odd"], rtol=1e-4, atol=1e-5)
     alone = parameters(shapes=shapes)
     train(lather.Shampoo([alone["weight"]], **FAST), 7)

@@ -29,7 +29,8 @@ import lather
 Options = dict[str, Any]
 Stored = dict[str, tuple[Tensor, Tensor]]  # parameter -> numbers of the elements that a rank stores, and their values
 
-BASE: Options = {"lr": 0.05, "eps": 1e-6, "max_preconditioner_dim": 8, "precondition_frequency": 4}
+# Without a warm-up of refreshes, which would leave neither plain steps nor staggered ones.
+BASE: Options = {"lr": 0.05, "eps": 1e-6, "max_preconditioner_dim": 8, "precondition_frequency": 4, "refresh_warmup": 0.0}
 
 
 class Toy(nn.Module):

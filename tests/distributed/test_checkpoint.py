@@ -19,7 +19,8 @@ from .saving import Way
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::FutureWarning:torch")
 
 CASE = Case(
-    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "weight_decay_mode": "corrected", "refresh": "staggered"},
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "weight_decay_mode": "corrected", "refresh": "staggered"}
+    | {"block_multiple": 4},  # 13 is cut into 8 and 5, without it into 7 and 6
     gaps=True,
     groups=True,
     steps=16,
@@ -175,6 +176,20 @@ def test_consolidated_small_state(checkpoints: Checkpoints) -> None:
     cases.assert_same(parameters([saving.resume_file("one", case, path)]), cases.alone(case))
     with pytest.raises(ValueError, match="factors='packed'"):
         saving.try_loading("one", cases.changed(case, factors="full"), path)
+
+
+@pytest.mark.parametrize("target", ["one", "ddp2", "fsdp3"])
+def test_blocks_of_the_first_version_are_taken_over(target: str, checkpoints: Checkpoints, pools: Pools, tmp_path: Path) -> None:
+    """By all ranks alike. Such files do not have the option."""
+    old = cases.changed(CASE, block_multiple=1)
+    saved = torch.load(checkpoints(saving.consolidate, "ddp2", old), weights_only=True)
+    del saved["opt"]["lather_version"]
+    for group in saved["opt"]["param_groups"]:
+        del group["block_multiple"]
+    torch.save(saved, tmp_path / "old")
+    found = parameters(run(pools, saving.resume_file, target, CASE, tmp_path / "old"))
+    cases.assert_same(found, cases.alone(old))
+    assert not torch.equal(found["up.weight"], cases.alone(CASE)["up.weight"])
 
 
 # Refused.

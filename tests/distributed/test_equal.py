@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from paper import PAPER, TODAY
 
 from . import cases
 from .cases import BASE, LAYOUTS, Case, Options
@@ -20,6 +21,9 @@ EVERYTHING = Case(
 )
 CASES: dict[str, Case] = {
     "base": Case(),
+    "today": Case(TODAY | {"weight_decay": 0.1}, gaps=True, steps=26),  # the warm-up ends in every second step
+    "paper": Case(PAPER, gaps=True),
+    "multiples": Case({"block_multiple": 4, "beta3": None} | MOMENTUM, gaps=True),
     "everything": EVERYTHING,
     "decoupled": Case({"weight_decay": 0.1}),
     "corrected": Case({"weight_decay": 0.1, "weight_decay_mode": "corrected"}),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from paper import PAPER, TODAY
 
 import lather
 from lather.planning.plan import Spec, Transport
@@ -37,7 +38,8 @@ def train(transport: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> li
         if transport:
             patch.setattr("lather.planning.plan._transport", transport)
             patch.setattr("lather.runtime.run.make_units", _checked)
-        opt = lather.Shampoo(params, precondition_frequency=4, max_preconditioner_dim=32, momentum=0.9, **options)
+        usual = PAPER | {"precondition_frequency": 4, "max_preconditioner_dim": 32, "momentum": 0.9}
+        opt = lather.Shampoo(params, **usual | options)
         for _ in range(10):
             for p in params:
                 p.grad = torch.randn_like(p)
@@ -71,12 +73,23 @@ def test_travelling_changes_nothing(transport, wire, stages, monkeypatch):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("transport", [gathered, swapped])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_travelling_changes_nothing_by_default(transport, stages, monkeypatch):
+    """Not rounded: early roots of exponent 1/2 make of a last bit what can round to another bfloat16."""
+    there = train(transport, monkeypatch, stages=stages, **TODAY)
+    here = train(None, monkeypatch, stages=stages, **TODAY)
+    for a, b in zip(there, here, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_does_not_make_the_host_wait(monkeypatch):
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in SHAPES]
     monkeypatch.setattr("lather.planning.plan._transport", swapped)
-    opt = lather.Shampoo(params, precondition_frequency=100, max_preconditioner_dim=32, communication_dtype="int8")
+    usual = PAPER | {"precondition_frequency": 100, "max_preconditioner_dim": 32}
+    opt = lather.Shampoo(params, **usual, communication_dtype="int8")
     for step in range(6):
         for p in params:
             p.grad = torch.randn_like(p)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from paper import PAPER, TODAY
 
 import lather
 from lather.compute import refresh, slices
@@ -28,7 +29,8 @@ pytestmark = [
 
 PERIOD = 4
 SHAPES = [(64, 48), (64, 48), (48, 48), (40, 70), (16, 8, 3, 3), (33,), ()]
-GIVEN = {"lr": 0.05, "eps": 1e-3, "max_preconditioner_dim": 64, "precondition_frequency": PERIOD}
+GIVEN = PAPER | {"lr": 0.05, "eps": 1e-3, "max_preconditioner_dim": 64, "precondition_frequency": PERIOD}
+WARM, WARM_TODAY = 4 * PERIOD, 28 * PERIOD  # steps; refreshes warm up until step 40, of a parameter that sits out steps until 80
 
 
 def parameters(shapes=SHAPES):
@@ -104,17 +106,18 @@ def some_missing(step, shapes=SHAPES):
     return [None if i == 1 and step % PERIOD < 2 else grad for i, grad in enumerate(gradients(step, shapes))]
 
 
+@pytest.mark.parametrize(("options", "warm"), [({}, WARM), (TODAY, WARM_TODAY)], ids=["first defaults", "today"])
 @pytest.mark.parametrize("given", [gradients, some_missing])
 @pytest.mark.parametrize("refresh", ["together", "staggered"])
-def test_nothing_is_compiled_or_captured_once_warm(given, refresh):
+def test_nothing_is_compiled_or_captured_once_warm(given, refresh, options, warm):
     import torch._dynamo
 
-    opt, params = make(refresh=refresh, momentum=0.9, weight_decay=0.1)
-    for step in range(1, 4 * PERIOD + 1):
+    opt, params = make(**options, refresh=refresh, momentum=0.9, weight_decay=0.1)
+    for step in range(1, warm + 1):
         take(opt, params, given(step))
     kernels, graphs, programs = compiled(), graphs_of(opt), torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert sum(kernels.values()) > 0 and graphs
-    for step in range(4 * PERIOD + 1, 8 * PERIOD + 1):
+    for step in range(warm + 1, warm + 4 * PERIOD + 1):
         x = 1 / step
         changed = {"lr": 0.05 * x, "betas": (0.9 + 0.01 * x, 0.99 + 0.001 * x), "eps": 1e-3 * (1 + x), "weight_decay": x}
         opt.param_groups[0].update(changed | {"graft_eps": 1e-8 * x, "momentum": 0.9 - 0.1 * x, "dampening": 0.1 * x})
@@ -140,13 +143,13 @@ def test_a_learning_rate_on_the_device_is_no_reason_to_compile():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"refresh": "staggered"}, {"momentum": 0.9, "betas": (0.0, 1.0)}, {"large_dim": "diagonal"}],
-    ids=["together", "staggered", "momentum", "diagonal"],
+    [{}, {"refresh": "staggered"}, {"momentum": 0.9, "betas": (0.0, 1.0)}, {"large_dim": "diagonal"}, TODAY],
+    ids=["together", "staggered", "momentum", "diagonal", "today"],
 )
 @pytest.mark.parametrize("given", [gradients, some_missing])
 def test_periods_with_refreshes_do_not_synchronise(options, given):
     opt, params = make(**options)
-    warm = 4 * PERIOD
+    warm = WARM_TODAY if options is TODAY else WARM
     for step in range(1, warm + 1):
         take(opt, params, given(step))
     grads = {step: given(step) for step in range(warm + 1, warm + 2 * PERIOD + 1)}
@@ -170,13 +173,16 @@ def test_large_factors_do_not_synchronise(refresh):
 # Launches.
 
 
-def launches(n, graphs, monkeypatch):
-    """What the host launches in a plain step for n matrices of one shape, and what the device then runs."""
+def launches(n, graphs, monkeypatch, vectors=0, warm=2 * PERIOD, **options):
+    """What the host launches in a plain step for n matrices of one shape, and what the device then runs. Vectors have a param
+    group of their own, as ``lather.route`` makes it."""
     with monkeypatch.context() as patch:
         if not graphs:
             patch.setattr(unit_plan, "FEW", 0)
-        opt, params = make([(64, 48)] * n)
-        run(opt, params, 1, 2 * PERIOD + 2)
+        params = parameters([(64, 48)] * n + [(33,)] * vectors)
+        groups = [{"params": some} for some in (params[:n], params[n:]) if some]
+        opt = lather.Shampoo(groups, **GIVEN | options)
+        run(opt, params, 1, warm + 2)  # the next step is not a multiple of the period
         grads = gradients(0, [p.shape for p in params])
         torch.cuda.synchronize()
         kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -200,6 +206,34 @@ def test_launches_do_not_grow_with_the_number_of_matrices(graphs, monkeypatch):
     assert (few["cudaGraphLaunch"] > 0) == graphs
 
 
+@pytest.mark.filterwarnings("ignore")  # of the profiler
+@pytest.mark.parametrize("vectors", [0, 3])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_plain_step_of_today_launches_what_one_without_nesterov_does(graphs, vectors, monkeypatch):
+    given = {"vectors": vectors, "warm": WARM_TODAY, **TODAY}
+    launches(4, graphs, monkeypatch, **given)  # compiles, and warms up the profiler
+    (host, device), (plain_host, plain_device) = (
+        launches(4, graphs, monkeypatch, **given | {"beta3": beta3}) for beta3 in ("nesterov", None)
+    )
+    assert sum(plain_host.values()) > 0 and sum(host.values()) <= sum(plain_host.values()) + 1, host - plain_host
+    assert sum(plain_device.values()) > 0 and sum(device.values()) <= sum(plain_device.values()) + 1, device - plain_device
+    assert (host["cudaGraphLaunch"] > 0) == graphs
+
+
+@pytest.mark.parametrize("beta3", ["nesterov", None, 0.5])
+def test_a_plain_step_of_today_does_not_synchronise(beta3):
+    opt, params = make(**TODAY | {"beta3": beta3})
+    run(opt, params, 1, WARM_TODAY + 1)
+    roots = [{k: v.clone() for k, v in opt.state[p].items() if k.startswith("X")} for p in params]
+    rows = [gradients(step) for step in range(WARM_TODAY + 1, WARM_TODAY + PERIOD)]
+    with no_waiting():
+        for row in rows:
+            take(opt, params, row)
+    same = [torch.equal(opt.state[p][k], v) for p, mine in zip(params, roots, strict=True) for k, v in mine.items()]
+    assert same and all(same)  # no refresh
+    assert by_kernels(opt) and all(p.isfinite().all() for p in params)
+
+
 # Replaying and fusing change nothing.
 
 KINDS = [
@@ -208,6 +242,8 @@ KINDS = [
     {"betas": (0.0, 1.0), "graft": "sgd"},
     {"refresh": "staggered", "root": "minimax"},
     {"large_dim": "diagonal", "max_preconditioner_dim": 48},
+    TODAY,
+    TODAY | {"momentum": 0.9, "weight_decay": 0.1, "refresh": "staggered"},
 ]
 
 
@@ -216,7 +252,7 @@ KINDS = [
 def test_graphs_give_the_same_bits(options, given, monkeypatch):
     def train():
         opt, params = make(**options)
-        for step in range(1, 5 * PERIOD):
+        for step in range(1, 12 * PERIOD):  # refreshes of today warm up until step 40
             take(opt, params, given(step))
         return opt, params
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from paper import PAPER
 from reference import Reference
 
 import lather
@@ -23,7 +24,9 @@ from lather.storage.update import rate_of
 SHAPES = [(24, 8), (24, 8), (7, 31), (6, 4, 3, 3), (9,), (), (2, 3, 4, 3, 2), (8, 32)]
 WHOLE = [(20, 12), (20, 12), (5, 9), (9,)]  # each is one block
 # Statistics of few steps are rank deficient: eps is large, or rounding would decide.
-GIVEN = {"lr": 0.05, "eps": 0.3, "max_preconditioner_dim": 24, "precondition_frequency": 2}
+GIVEN = PAPER | {"lr": 0.05, "eps": 0.3, "max_preconditioner_dim": 24, "precondition_frequency": 2}
+AHEAD = {"beta3": "nesterov"}
+NOW = AHEAD | {"betas": (0.95, 0.95), "exponent": 0.5, "damping": "relative", "refresh_warmup": 0.1, "block_multiple": 16}
 CASES = {
     "packed": {"factors": "packed", "damping": "relative"},
     "plain": {},
@@ -43,6 +46,12 @@ CASES = {
     "kl, no graft": {"preconditioner": "kl", "graft": None, "betas": (0.0, 0.9), "large_dim": "diagonal"},
     "kl, packed": {"preconditioner": "kl", "factors": "packed", "refresh": "staggered", "momentum": 0.5},
     "uncorrected": {"bias_correction": False, "betas": (0.9, 0.95), "weight_decay": 0.1},
+    "by default": NOW,
+    "nesterov, no graft": AHEAD | {"graft": None, "weight_decay": 0.1, "weight_decay_mode": "l2", "maximize": True},
+    "nesterov, sum": AHEAD | {"betas": (0.9, 1.0), "graft": "adagrad", "momentum": 0.5, "refresh": "staggered"},
+    "nesterov, uncorrected": AHEAD | {"bias_correction": False, "large_dim": "diagonal", "averaging": "gpa"},
+    "nesterov, kl": NOW | {"preconditioner": "kl"},
+    "beta3": {"beta3": 0.5, "graft": "rmsprop", "factors": "packed"},
 }  # fmt: skip
 
 
@@ -117,7 +126,7 @@ def test_agrees_with_the_twin(options):
     assert_close(params, twin.params)
 
 
-@pytest.mark.parametrize("name", ["packed", "momentum", "kl"])
+@pytest.mark.parametrize("name", ["packed", "momentum", "kl", "by default", "nesterov, sum", "nesterov, kl", "beta3"])
 def test_agrees_with_torch(name, monkeypatch):
     """Both executors give the same parameters and the same state, up to rounding. A parameter sits one step out."""
     ours, theirs = parameters(WHOLE), parameters(WHOLE)
@@ -206,17 +215,24 @@ def test_missing_gradients_and_memory_in_any_order(options):
     assert_close(params, twin.params)
 
 
-def test_a_filter_that_kernels_do_not_have_is_switched_on():
+FILTERS = {2: {"beta3": 0.5}, 4: {"beta3": "nesterov"}, 5: {"betas": (0.8, 0.9)}, 6: {"beta3": None}}
+FILTERS |= {7: {"beta3": "nesterov"}, 8: {"betas": (0.0, 0.9)}}  # the last forgets what was filtered
+
+
+@pytest.mark.parametrize("options", [{}, {"graft": None, "bias_correction": False}], ids=["grafted", "ungrafted"])
+def test_the_filter_changes_between_steps(options):
+    """Looking ahead is switched on and off, also for matrices alone. Kernels go on with it; a parameter sits some steps out."""
     params = parameters(WHOLE)
-    opt, twin = pair(params)
-    for step in range(1, 5):
-        if step == 3:
-            opt.param_groups[0]["beta3"] = twin.options["beta3"] = 0.5
-        for p, grad in zip(params, gradients(step, WHOLE), strict=True):
-            p.grad = grad
-        opt.step()
-        twin.step(gradients(step, WHOLE))
-    assert by_torch(opt) and not by_kernels(opt)
+    opt, twin = pair(params, **options)
+    executors = []
+    for step in range(1, 9):
+        opt.param_groups[0].update(FILTERS.get(step, {}))
+        twin.options.update(FILTERS.get(step, {}))
+        grads = [None if i == 1 and step in (3, 4) else grad for i, grad in enumerate(gradients(step, WHOLE))]
+        take(opt, params, grads)
+        twin.step(grads)
+        executors.append(len(by_kernels(opt)))
+    assert executors == [1, 1, 1, 2, 2, 1, 2, 1]  # matrices and vectors go apart where only the former look ahead
     assert_close(params, twin.params)
 
 
@@ -270,7 +286,7 @@ def test_parameters_that_kernels_cannot_write_go_alone(move):
 @pytest.mark.parametrize("options", [{}, {"graft": None, "momentum": 0.9}], ids=["grafted", "ungrafted"])
 def test_spectral_goes_alone_and_vectors_do_not(options):
     params = parameters()
-    opt, twin = pair(params, preconditioner="spectral", **options)
+    opt, twin = pair(params, preconditioner="spectral", damping="relative", **AHEAD, **options)
     for step in range(1, 4):
         for p, grad in zip(params, gradients(step), strict=True):
             p.grad = grad
@@ -286,6 +302,7 @@ SOAP = {
     "diagonal": {"graft": None, "large_dim": "diagonal", "refresh": "staggered", "merge_dims": False},
     "sums": {"graft": "sgd", "betas": (0.9, 1.0), "momentum": 0.5, "factors": "packed"},
     "averaged": {"graft": None, "averaging": "gpa", "bias_correction": False, "weight_decay": 0.1},
+    "nesterov": AHEAD | {"graft": None, "damping": "relative"},
 }
 
 
@@ -377,11 +394,12 @@ def test_numbers_change_between_steps():
     assert_close(params, twin.params)
 
 
-def test_slices_of_banks_give_the_same_bits(monkeypatch):
+@pytest.mark.parametrize(("beta3", "number"), [(None, 1), ("nesterov", 2)])
+def test_slices_of_banks_give_the_same_bits(beta3, number, monkeypatch):
     whole, parts = parameters(), parameters()
-    assert len(by_kernels(run(whole, 1, 3))) == 1
+    assert len(by_kernels(run(whole, 1, 3, beta3=beta3))) == number
     monkeypatch.setattr(slices, "LARGEST", 200)
-    opt = run(parts, 1, 3)
+    opt = run(parts, 1, 3, beta3=beta3)
     executors, slots = by_kernels(opt), sum(len(bank.blocks) for bank in opt._session.run.banks)
     assert len(executors) > 3 and max(executor.n for executor in executors) < slots
     assert any(piece.n < len(piece.bank.blocks) for executor in executors for piece in executor.slices)
@@ -405,11 +423,15 @@ def travelling(opt, reads_gradients):
     return KernelExecutor(found, settings, scratch, reads_gradients=reads_gradients, moves_parameters=False)
 
 
-@pytest.mark.parametrize(("reads_gradients", "betas"), [(True, (0.0, 0.999)), (False, (0.9, 0.999))], ids=["out", "in and out"])
-def test_gradients_from_stacks_and_directions_that_leave(reads_gradients, betas):
+@pytest.mark.parametrize(
+    ("reads_gradients", "betas", "beta3"),
+    [(True, (0.0, 0.999), None), (False, (0.9, 0.999), None), (False, (0.9, 0.999), 0.81)],
+    ids=["out", "in and out", "ahead"],
+)
+def test_gradients_from_stacks_and_directions_that_leave(reads_gradients, betas, beta3):
     """The directions move the parameters as an executor does that moves them itself. A slot that sits out is NaN."""
     params, others = parameters(WHOLE), parameters(WHOLE)
-    direct, opt = (lather.Shampoo(p, **GIVEN | {"betas": betas}) for p in (params, others))
+    direct, opt = (lather.Shampoo(p, **GIVEN | {"betas": betas, "beta3": beta3}) for p in (params, others))
     made = prepared(opt)
     executor, settings = travelling(opt, reads_gradients), opt._session.settings
     stored = Stored({i: p.detach() for i, p in enumerate(others)}, {}, {})

@@ -36,7 +36,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 OPTIONS: dict[str, dict[str, Any]] = {
     "average": {"betas": (0.9, 0.95)},
     "sum": {"betas": (0.9, 1.0)},
-    "relative": {"betas": (0.9, 0.95), "damping": "relative"},
+    "absolute": {"betas": (0.9, 0.95), "damping": "absolute"},
     "uncorrected": {"betas": (0.9, 0.95), "bias_correction": False, "exponent": 0.3},
     "packed": {"betas": (0.9, 0.95), "factors": "packed", "root_dtype": "bfloat16"},
 }

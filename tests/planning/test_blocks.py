@@ -78,6 +78,54 @@ def test_pieces_are_near_equal(size: int, limit: float) -> None:
     assert lengths[0] - lengths[-1] <= 1
 
 
+@given(st.integers(1, 3000), st.integers(1, 1100) | st.just(math.inf), st.integers(1, 64))
+def test_pieces_in_multiples(size: int, limit: float, multiple: int) -> None:
+    ends = pieces(size, limit, multiple)
+    lengths = [b - a for a, b in ends]
+    assert [a for a, _ in ends] == [0, *(b for _, b in ends[:-1])] and ends[-1][1] == size
+    assert len(ends) == max(1, math.ceil(size / limit)) and min(lengths) > 0 and max(lengths) <= limit
+    assert lengths == sorted(lengths, reverse=True)
+    shortest = -(-math.ceil(size / len(ends)) // multiple) * multiple
+    if size % len(ends) == 0 or multiple == 1 or shortest > limit:
+        assert ends == pieces(size, limit)  # equal, or nearly
+        assert lengths[0] - lengths[-1] <= 1
+    else:
+        assert set(lengths[:-1]) == {shortest}
+
+
+@pytest.mark.parametrize(
+    ("size", "limit", "multiple", "lengths"),
+    [
+        (5632, 1024, 16, [944] * 5 + [912]),
+        (5632, 1024, 1, [939] * 4 + [938] * 2),
+        (4096, 1024, 16, [1024] * 4),
+        (2050, 1024, 16, [688, 688, 674]),
+        (1000, 1024, 16, [1000]),
+        (1025, 1024, 16, [528, 497]),
+        (101, 64, 16, [64, 37]),
+        (10, 4, 16, [4, 3, 3]),
+        (2047, 1020, 16, [688, 688, 671]),
+        (3060, 1020, 16, [1020] * 3),
+        (3059, 1020, 16, [1020, 1020, 1019]),
+        (33, 32, 16, [32, 1]),
+    ],
+)
+def test_pieces_examples(size: int, limit: int, multiple: int, lengths: list[int]) -> None:
+    assert [b - a for a, b in pieces(size, limit, multiple)] == lengths
+
+
+def test_blocks_in_multiples() -> None:
+    """Where a mode is cut; one that keeps its diagonal only, and elementwise parameters, are not."""
+    shapes = [b.shape for b in cut(0, (5632, 2048), geometry_of())]
+    assert shapes == [(rows, 1024) for rows in [944] * 5 + [912] for _ in range(2)]
+    assert [b.shape for b in cut(0, (40, 17), geometry_of(max_preconditioner_dim=32, block_multiple=8))] == [(20, 17)] * 2
+    assert [b.shape for b in cut(0, (41, 17), geometry_of(max_preconditioner_dim=32, block_multiple=8))] == [(24, 17), (17, 17)]
+    assert [b.shape for b in cut(0, (41, 17), geometry_of(max_preconditioner_dim=32, block_multiple=1))] == [(21, 17), (20, 17)]
+    diagonal = geometry_of(max_preconditioner_dim=32, large_dim="diagonal", block_multiple=8)
+    assert [b.shape for b in cut(0, (41, 17), diagonal)] == [(41, 17)]
+    assert [b.shape for b in cut(0, (41,), geometry_of(max_preconditioner_dim=32, block_multiple=8))] == [(41,)]
+
+
 @st.composite
 def regions(draw: Any, dims: int) -> Region:
     bounds = [sorted(draw(st.tuples(st.integers(0, 6), st.integers(0, 6)))) for _ in range(dims)]

@@ -20,7 +20,7 @@ def filter_gradient(state: State, grad: Tensor, ctx: Context) -> Tensor:
     beta1, beta3 = ctx.hyper.beta1, ctx.hyper.beta3
     if beta1 == 0:
         return grad
-    old = None if not ctx.hyper.looks_ahead else state["m"].to(grad.dtype).lerp(grad, 1 - beta3)
+    old = None if beta3 == beta1 else state["m"].to(grad.dtype).lerp(grad, 1 - beta3)
     new = ema_(state["m"], grad, ctx.alive * (1 - beta1))
     g_bar = new if old is None else old
     return g_bar / per_slot(filter_correction(ctx), g_bar) if ctx.hyper.bias_correction else g_bar
