@@ -440,7 +440,7 @@ class Reference:
         if self.options["damping"] == "absolute":
             return eps
         square = a**2 if a.ndim == 1 else a @ a
-        return max(eps * math.sqrt(square.norm()), 1e-30)  # a zero factor has a root too
+        return max(eps * math.sqrt(square.norm()), 1e-30) if square.any() else 1.0  # the root of zero is the identity
 
     def _accumulate_graft(self, block: Block, g: Tensor) -> None:
         if block.method == "adagrad":

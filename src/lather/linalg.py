@@ -232,18 +232,18 @@ def normalize(a: Tensor, floor: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
 
 
 def relative_ridge(a: Tensor, eps: float) -> Tensor:
-    """``max(eps s, 1e-30)`` [n], ``s = ||A^2||_F^(1/2)``, for matrices [n, d, d] or diagonals [n, d].
+    """``max(eps s, 1e-30)`` [n], ``s = ||A^2||_F^(1/2)``, for matrices [n, d, d] or diagonals [n, d]. 1 for zeros.
 
     ``s`` is the Schatten 4-norm. It is between ``lambda_max`` and ``d^(1/4) lambda_max``, and close to ``lambda_max`` if the
-    spectrum decays. The floor is the ridge of a factor that is zero or nearly zero.
+    spectrum decays. A factor that is zero says nothing: its root is the identity.
     """
     if a.dim() == 2:
-        ridge = eps * norms(a.double().square()).sqrt()
+        size = norms(a.double().square()).sqrt()
     else:
         with full_precision(a.device):
             x, scale = normalize(a)
-            ridge = eps * norms(product(x, x)).sqrt() * scale.flatten()  # in this order the norm itself cannot overflow
-    return ridge.clamp(min=SMALLEST_RIDGE)
+            size = norms(product(x, x)).sqrt() * scale.flatten()  # in this order the norm itself cannot overflow
+    return torch.where(size == 0, 1.0, (eps * size).clamp(min=SMALLEST_RIDGE))
 
 
 def power(x: Tensor, exponent: float) -> Tensor:

@@ -15,7 +15,7 @@ def init_filter(stack: Stack) -> State:
 def filter_gradient(state: State, grad: Tensor, ctx: Context) -> Tensor:
     """``g_bar = beta3 m + (1 - beta3) g`` with the old ``m``, then ``m <- beta1 m + (1 - beta1) g``.
 
-    With ``beta3 == beta1`` (the default) ``g_bar`` is the new ``m``. Without a filter (``beta1 == 0``) it is ``g``.
+    With ``beta3 == beta1`` ``g_bar`` is the new ``m``. Without a filter (``beta1 == 0``) it is ``g``.
     """
     beta1, beta3 = ctx.hyper.beta1, ctx.hyper.beta3
     if beta1 == 0:

@@ -5,10 +5,10 @@ is a view of a bank. Keys depend on global shapes and options only, so they are 
 keys are on its owner, and ``momentum`` is sharded as its parameter. Averaging has ``z`` or ``x`` instead of ``momentum``; ``y``,
 which a checkpoint has in both modes; and ``weight_sum``, the weights of all steps.
 
-[Note: versions] ``state_dict()`` has ``VERSION`` under ``"lather_version"``. Files without it are version 1, and so are those of
-``torch.distributed.checkpoint``, which keeps only state and param groups. A version that changes what is stored appends its
-upgrade to ``UPGRADES``, and must then write its number into param groups too. An option that a file lacks takes the value
-that it had then (``Option.before``). A newer version is refused.
+[Note: versions] ``state_dict()`` has ``VERSION`` under ``"lather_version"``. Files without it may be of any version, because
+``torch.distributed.checkpoint`` keeps only state and param groups. So an upgrade in ``UPGRADES`` must tell by these what is to be
+done, and leave a newer file as it is. An option that a file lacks takes the value that it had then (``Option.before``). A newer
+version is refused.
 """
 
 import copy
