@@ -314,8 +314,7 @@ class Reference:
         if warmup and not (self.options["refresh_delay"] and warmup == DEFAULTS["refresh_warmup"]):
             powers = [2**k for k in range(64) if 2**k <= warmup * t]
             first, every = 1, min(every, max(powers, default=1))
-        if start is None:  # in bases made of one gradient that gradient is diagonal: SOAP begins with two
-            start = max(2, first) if self.options["preconditioner"] == "soap" else first
+        start = first if start is None else start
         if self.options["refresh"] == "staggered":
             return bool(t >= start and t % every == self.offsets[key] % every)
         return bool(t == start or (t > start and t % every == 0))
@@ -358,8 +357,8 @@ class Reference:
     def _accumulate(self, block: Block, g: Tensor) -> None:
         beta2 = self.options["betas"][1]
         kl = self.options["preconditioner"] == "kl"
-        if kl and block.roots is None and g.any():  # as if the other factors were the identity times this
-            g = g / g.square().mean().sqrt().sqrt()
+        if kl and block.factors and block.roots is None and g.any():  # as if the other factors were the identity times this
+            g = g / g.square().mean().sqrt() ** (1 - 1 / len(block.factors))
         for i, factor in enumerate(block.factors):
             w = self._crossed(block, g, i) if kl else g
             g_i = unfold(w, i)
@@ -403,6 +402,8 @@ class Reference:
         """Put new roots to use. SOAP: as long as bases are axes, the moment becomes that of a gradient with uncorrelated elements
         in the new ones; later it follows eigenvectors that stay what they are and change places."""
         if self.options["preconditioner"] == "soap":
+            if not block.w.any():
+                return  # in bases made of one gradient that gradient is diagonal: SOAP begins with two
             before = block.roots or [None] * len(roots)
             pairs = {
                 i: (torch.eye(len(new)).to(new) if old is None else old, new)

@@ -166,8 +166,7 @@ def _exponent(group: Group) -> Any:
 def _settings(group: Group, method: Method | None) -> Settings:
     hyper, start, frequency = _hyper(group), group["start_preconditioning_step"], group["precondition_frequency"]
     warmup = _warmup(group)
-    period = 1 if warmup else frequency
-    usual = method.first_step(period) if method else period
+    first = 1 if warmup else frequency
     wire = group["communication_dtype"] or dtype_text(hyper.compute_dtype)
     same = ("weight_decay", "momentum", "dampening", "nesterov", "maximize", "max_failed_refreshes")
     return Settings(
@@ -182,7 +181,7 @@ def _settings(group: Group, method: Method | None) -> Settings:
         frequency=frequency,
         warmup=warmup,
         start=start,
-        first_refresh=float(usual if start is None else start),
+        first_refresh=float(first if start is None else start),
         staggered=group["refresh"] == "staggered",
         decay_mode=group["weight_decay_mode"],
         raise_on_nonfinite=group["on_nonfinite"] == "raise",

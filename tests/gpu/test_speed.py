@@ -274,8 +274,9 @@ def test_kernels_are_as_good_as_torch(options, monkeypatch):
     monkeypatch.setattr(slices, "suits", lambda *_: False)
     plain, others = train()
     assert by_kernels(opt) and not by_kernels(plain)
+    tolerance = 5e-5 if options.get("refresh_warmup") else 1e-5  # roots of the first few gradients amplify what is rounded
     for p, q in zip(params, others, strict=True):
-        assert torch.linalg.vector_norm(p - q) <= 1e-5 * torch.linalg.vector_norm(q)
+        assert torch.linalg.vector_norm(p - q) <= tolerance * torch.linalg.vector_norm(q)
 
 
 def test_resume_is_bitwise_with_graphs():

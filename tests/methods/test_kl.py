@@ -71,7 +71,6 @@ def test_relative_damping_does_not_see_the_scale_of_gradients(options: Options, 
             assert (other[role] - c * state[role]).norm() <= tolerance * c * state[role].norm()
 
 
-@pytest.mark.xfail(strict=True, reason="the first products are divided by the root mean square, which is right for matrices only")
 @pytest.mark.parametrize("shape", [(6,), (3, 4, 2), (2, 3, 2, 3)], ids=str)
 def test_nor_in_blocks_of_other_orders(shape: Shape) -> None:
     """Factors of order k that see each other grow with gradients to the power of 2 / k."""

@@ -88,7 +88,7 @@ def test_the_first_step_is_a_step() -> None:
 @pytest.mark.parametrize("rank", [1, 4, 32])
 @pytest.mark.parametrize("of_group", [False, True])
 def test_steps_of_the_preset_are_not_too_long(rank: int, of_group: bool) -> None:
-    """It starts at the second step if it refreshes on every step. Bases of one gradient make the next step far too long."""
+    """Bases of one gradient would make the next step far too long, so there are none, whatever the schedule."""
     longest = {}
     for start, beta3 in ((None, "nesterov"), (None, None), (1, None)):
         given = {"precondition_frequency": 1, "start_preconditioning_step": start, "beta3": beta3}
@@ -103,10 +103,9 @@ def test_steps_of_the_preset_are_not_too_long(rank: int, of_group: bool) -> None
             opt.step()
             lengths.append((weight - old).square().mean().sqrt().item())
         longest[start, beta3] = max(lengths)
-    assert longest[None, "nesterov"] < 2 and longest[None, None] < 2 and longest[1, None] > 10
+    assert max(longest.values()) < 2
 
 
-@pytest.mark.xfail(strict=True, reason="after a zero gradient the first bases are of one gradient")
 def test_steps_are_not_too_long_after_a_zero_gradient() -> None:
     """As in a model whose last layer begins with zeros: all other gradients are zero in the first step."""
     weight, noise = torch.nn.Parameter(torch.zeros(64, 32)), torch.Generator().manual_seed(0)
@@ -116,16 +115,6 @@ def test_steps_are_not_too_long_after_a_zero_gradient() -> None:
         weight.grad = float(t > 0) * torch.randn(64, 32, generator=noise)
         opt.step()
         assert (weight - old).square().mean().sqrt() < 2
-
-
-def test_a_group_of_the_preset_begins_by_its_own_frequency() -> None:
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(3, 2))], "precondition_frequency": every} for every in (1, 5)]
-    opt = lather.soap(groups, precondition_frequency=1)
-    opt.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3, 2))]})
-    assert [resolve(group).first_refresh for group in opt.param_groups] == [2, 2, 2]  # with the default warm-up
-    for group in opt.param_groups:
-        group["refresh_warmup"] = 0.0
-    assert [resolve(group).first_refresh for group in opt.param_groups] == [2, 5, 2]
 
 
 def test_before_the_start_it_follows_its_graft() -> None:
@@ -157,6 +146,14 @@ def test_a_graft_decides_how_long_steps_are(graft: str) -> None:
 # Rotations, scale.
 
 
+def not_the_first(opt: lather.Shampoo) -> lather.Shampoo:
+    """As if there had been a gradient before, a very small one whose elements are all the same in any basis."""
+    opt.state_dict()
+    for state in opt.state.values():
+        state["w.0"].fill_(torch.finfo(state["w.0"].dtype).tiny)
+    return opt
+
+
 @pytest.mark.parametrize("options", [{}, {"betas": (0.0, 1.0)}, {"graft": "sgd"}], ids=["", "sum", "sgd"])
 def test_rotated_gradients_give_rotated_steps(options: Options) -> None:
     """With bases from the first step. Square matrices have factors of full rank, so the basis is unique."""
@@ -167,7 +164,7 @@ def test_rotated_gradients_give_rotated_steps(options: Options) -> None:
     results = []
     for turned in ([[g] for (g,) in grads], [[u @ g @ v.mT] for (g,) in grads]):
         p = nn.Parameter(torch.zeros(6, 6, dtype=torch.float64))
-        results.append(train(lather.Shampoo([p], **given), turned)[0])
+        results.append(train(not_the_first(lather.Shampoo([p], **given)), turned)[0])
     torch.testing.assert_close(results[1], u @ results[0] @ v.mT, rtol=1e-8, atol=1e-8)
 
 
@@ -281,6 +278,7 @@ def refresh(method: Soap, state: dict[str, Tensor], slots: Sequence[int], ctx: C
 def test_columns_go_by_descending_eigenvalue_for_every_solver(root: str) -> None:
     """So an element of the moment belongs to the same ranks after a refresh, also when eigenvalues change their order."""
     method, state, ctx = stack_of((5, 4), root=root)
+    state["w"].fill_(1e-30)
     generator = torch.Generator().manual_seed(0)
     for t in range(12):
         sizes = torch.linspace(1, 3, 5, dtype=torch.float64).roll(t)  # another row is the largest each time
@@ -334,7 +332,7 @@ def test_signs_of_eigenvectors_do_not_matter() -> None:
 def test_what_rotations_round_is_no_gradient() -> None:
     """In its own eigenbases a gradient is diagonal. The rest is rounding errors, which must not be divided by each other."""
     p = nn.Parameter(torch.zeros(48, 32))
-    opt = lather.Shampoo([p], **SOAP | {"eps": 1e-12, "lr": 1.0, "start_preconditioning_step": 1})
+    opt = not_the_first(lather.Shampoo([p], **SOAP | {"eps": 1e-12, "lr": 1.0, "start_preconditioning_step": 1}))
     g = torch.randn(48, 32)
     train(opt, [[g]])
     u, _, vh = torch.linalg.svd(g, full_matrices=False)
@@ -410,7 +408,7 @@ def test_warmed_up_bases_are_made_of_two_gradients_at_least() -> None:
         assert torch.equal(opt.state[p]["Q0.0"], torch.eye(7)) == (t == 0)
     asked = lather.Shampoo([nn.Parameter(torch.zeros(7, 5))], **SOAP | schedule, start_preconditioning_step=1)
     train(asked, gradients(1, [(7, 5)], torch.float32))
-    assert not torch.equal(asked._session.run.banks[0].state["Q0"][0], torch.eye(7))
+    assert torch.equal(asked._session.run.banks[0].state["Q0"][0], torch.eye(7))
 
 
 @every_root

@@ -44,20 +44,20 @@ def test_warmed_up_roots_are_young_and_then_as_old_as_ever(frequency: int, warmu
 
 
 def test_the_schedule_of_the_defaults() -> None:
-    """Every step at first, and every ten from step 160 on. SOAP leaves out the first, whose bases would be of one gradient."""
+    """Every step at first, and every ten from step 160 on."""
     expected = [*range(1, 20), *range(20, 40, 2), *range(40, 80, 4), *range(80, 160, 8), *range(160, 201, 10)]
-    for method, first in (("shampoo", 1), ("kl", 1), ("soap", 2)):
+    for method in ("shampoo", "kl", "soap"):
         settings = settings_of(preconditioner=method)
-        assert [t for t in range(1, 201) if is_due(t, settings)] == [t for t in expected if t >= first]
+        assert [t for t in range(1, 201) if is_due(t, settings)] == expected
 
 
-@pytest.mark.parametrize(("method", "first"), [("shampoo", 1), ("kl", 1), ("soap", 2), ("spectral", 1), (None, 1)])
-def test_the_first_refresh(method: str | None, first: int) -> None:
-    """With the warm-up it is the first step that a method may have; without, the frequency, from which a user's start is free."""
-    assert settings_of(preconditioner=method).first_refresh == first
+@pytest.mark.parametrize("method", ["shampoo", "kl", "soap", "spectral", None])
+def test_the_first_refresh(method: str | None) -> None:
+    """With the warm-up it is the first step; without, the frequency, from which a user's start is free."""
+    assert settings_of(preconditioner=method).first_refresh == 1
     for frequency in (1, 2, 7):
         cold = {"preconditioner": method, "precondition_frequency": frequency, "refresh_warmup": 0.0}
-        assert settings_of(**cold).first_refresh == max(first, frequency)
+        assert settings_of(**cold).first_refresh == frequency
         assert settings_of(**cold, start_preconditioning_step=1).first_refresh == 1
     if method in ("shampoo", "kl", "soap"):
         assert settings_of(preconditioner=method, refresh_delay=2).first_refresh == 10  # the default warm-up yields

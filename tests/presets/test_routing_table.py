@@ -737,6 +737,18 @@ def test_kinds_can_be_ignored_one_by_one() -> None:
     assert set(kinds_in(model, kinds=None).values()) == {"matrix"}
 
 
+# Models that people write by hand.
+
+
+@pytest.mark.parametrize("head", ["head", "out", "proj", "fc", "lm_head", "to_logits", "unembed"])
+@pytest.mark.parametrize("table", ["token", "tokens", "tok", "tok_emb", "token_embedding", "embed", "emb", "word", "wte", "0"])
+def test_tables_and_heads_by_any_name(table: str, head: str) -> None:
+    layers = {table: nn.Embedding(50, 8), "pos": nn.Embedding(16, 8), "up": nn.Linear(8, 32), "down": nn.Linear(32, 8)}
+    kinds = kinds_in(nn.ModuleDict(layers | {head: nn.Linear(8, 50, bias=False)}))
+    found = {name.removesuffix(".weight"): kind for name, kind in kinds.items() if name.endswith("weight")}
+    assert found == {table: "embedding", "pos": "position", "up": "matrix", "down": "matrix", head: "head"}
+
+
 # Training.
 
 

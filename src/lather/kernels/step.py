@@ -122,9 +122,9 @@ def average(
     """Take in gradients: ``m <- m + filter_take (g - m)`` and ``v <- moment_keep v + moment_take g^2``.
 
     ``partial[tile]`` becomes the sum of squares of the graft's direction, ``plain`` the gradient (``PLAIN``). The filtered gradient
-    is the new ``m``. If it ``LOOKS_AHEAD`` it is another mixture of ``m`` and ``g``, and goes into ``filtered``. The scaled gradient
-    goes into halves: ``HALVES`` says how many numbers of 16 bits, and low halves lie ``plane`` elements behind high ones. A slot
-    that is not alive keeps its state, and its gradient counts as zero.
+    is the new ``m``. If it ``LOOKS_AHEAD`` it is another mixture of ``m`` and ``g``, and goes into ``filtered``. The scaled
+    gradient goes into halves: ``HALVES`` says how many numbers of 16 bits, and low halves lie ``plane`` elements behind high ones.
+    A slot that is not alive keeps its state, and its gradient counts as zero.
     """
     row = tiles + tl.program_id(0) * TILE_WIDTH
     slot = tl.load(row + SLOT)

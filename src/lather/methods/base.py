@@ -127,10 +127,6 @@ class Method(Transform):
         """More options that do nothing with this method, and why. ``options`` is a param group."""
         return {}
 
-    def first_step(self, period: int) -> int:
-        """The first step that is preconditioned by default; ``period`` is the number of steps between the first refreshes."""
-        return period
-
     def step_flops(self, shape: Sequence[int], modes: Sequence[str], hyper: Hyper) -> float:
         """Operations of the matrix products of a step, for one block."""
         return 0.0

@@ -22,9 +22,10 @@ class KL(Kronecker):
     Before the first refresh they are minus the identity: the products are then those of ``g``, and a root of that sign
     counts as not computed yet. A zero factor keeps it.
 
-    Factors grow in proportion to gradients, where Shampoo's grow with their squares. So before the first refresh products are
-    divided by the gradient's root mean square. Otherwise the first roots would be far too large or too small for the gradients
-    that follow, and the first few of those would drown all others for hundreds of steps.
+    With ``k`` modes factors grow as ``c^(2 / k)`` if gradients are ``c`` times as large, where Shampoo's grow as ``c^2``. So before
+    the first refresh gradients are divided by ``c^(1 - 1 / k)``, with ``c`` their root mean square. Otherwise the first roots would
+    be far too large or too small for the gradients that follow, and the first few of those would drown all others for hundreds
+    of steps.
     """
 
     name = "kl"
@@ -45,7 +46,7 @@ class KL(Kronecker):
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
         rms = norms(grad) / math.sqrt(grad[0].numel())
         begins = (diagonal_of(state["X0"])[:, 0] < 0) & (rms > 0)
-        size = torch.where(begins, rms, 1.0).sqrt_()
+        size = torch.where(begins, rms, 1.0) ** (1 - 1 / (grad.dim() - 1))
         super().accumulate(state, grad / per_slot(size, grad), ctx)
 
     def solve(self, solver: RootSolver, a: Tensor, e: float, hyper: Hyper, warm: State, exact: bool) -> tuple[State, Tensor]:

@@ -66,10 +66,6 @@ class Soap(Kronecker):
     def products(self, modes: Sequence[str]) -> int:
         return 3  # rotates the gradient, and what is applied there and back
 
-    def first_step(self, period: int) -> int:
-        """Not the very first: in bases of one gradient that gradient is diagonal, and the rest of ``w`` is zero."""
-        return max(2, period)
-
     def solver(self, hyper: Hyper, device: torch.device | str, order: int) -> roots.RootSolver:
         return roots.resolve_basis(hyper.root, hyper.root_device or device)
 
@@ -85,6 +81,8 @@ class Soap(Kronecker):
 
     def put(self, state: State, index: Index, new: Mapping[int, Tensor], ok: Tensor) -> None:
         w = state["w"][index]
+        # Not at the very first gradient: in bases of one gradient that gradient is diagonal, and the rest of w would be zero.
+        ok = ok & w.flatten(1).any(1)
         x = w.to(torch.promote_types(w.dtype, torch.float32))
         axes, placed, squares = ok, x, dict[int, Tensor]()
         for i, q in new.items():

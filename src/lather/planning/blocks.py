@@ -88,8 +88,7 @@ def merge_dims(shape: Sequence[int], limit: float) -> list[list[int]]:
 def pieces(size: int, limit: float, multiple: int = 1) -> list[tuple[int, int]]:
     """Cut ``range(size)`` into ``ceil(size / limit)`` intervals that are equal, if the size can be divided so.
 
-    Otherwise all but the last are a ``multiple``. Where that is longer than the limit or leaves nothing for the last, they are
-    nearly equal, the longer ones first.
+    Otherwise all but the last are a ``multiple``. Where that is longer than the limit they are nearly equal, the longer ones first.
 
     >>> pieces(10, 4), pieces(101, 64, multiple=16)
     ([(0, 4), (4, 7), (7, 10)], [(0, 64), (64, 101)])
@@ -97,7 +96,7 @@ def pieces(size: int, limit: float, multiple: int = 1) -> list[tuple[int, int]]:
     count = max(1, math.ceil(size / limit))
     short, longer = divmod(size, count)
     each = -(-(short + 1) // multiple) * multiple
-    if longer and multiple > 1 and each <= limit and each * (count - 1) < size:
+    if longer and multiple > 1 and each <= limit:
         return [(i * each, min((i + 1) * each, size)) for i in range(count)]
     return list(pairwise(i * short + min(i, longer) for i in range(count + 1)))
 
