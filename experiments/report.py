@@ -28,7 +28,11 @@ from experiments.log import Finished, Row
 from lather import demo
 
 ROOT = pathlib.Path(__file__).parent.parent
-COLORS = ("#7a7a7a", "#d55e00", "#e69f00", "#009e73", "#cc79a7", "#0072b2")  # a plot has no more lines than these
+COLORS = {  # the same in all plots; variants such as `kl@10` have those of their optimizer
+    **{"adamw": "#7a7a7a", "sgd": "#7a7a7a", "muon": "#d55e00", "shampoo": "#0072b2", "paper": "#009e73", "kl": "#cc79a7"},
+    **{"soap": "#e69f00", "from_adamw": "#56b4e9", "lather-muon": "#000000"},
+}
+LINES = 6  # in a plot, at most
 
 
 class Measure(NamedTuple):
@@ -206,16 +210,18 @@ def section_table(section: Section, groups: Sequence[Group]) -> str:
 
 
 def plot(section: Section, groups: Sequence[Group], path: pathlib.Path) -> None:
-    """Over steps or epochs, and over seconds; at most six lines, broken ones for shorter runs."""
+    """Over steps or epochs, and over seconds; at most six lines, broken ones for shorter runs, dotted ones for variants."""
     from matplotlib.figure import Figure  # without pyplot: no global state
 
     measure, longest = section.measure, max(g.length for g in groups)
-    chosen = sorted(groups, key=lambda g: ("@" in g.optimizer, g.length < longest))[: len(COLORS)]
+    chosen = sorted(groups, key=lambda g: ("@" in g.optimizer, g.length < longest))[:LINES]
     fig = Figure(figsize=(11, 4), dpi=150, layout="constrained")
-    panels = fig.subplots(1, 2, sharey=True)
-    curves, colors = [], dict(zip(unique(g.optimizer for g in chosen), COLORS, strict=False))
+    panels = fig.subplots(1, 2 if any(g.ms() is not None for g in chosen) else 1, sharey=True, squeeze=False)[0]
+    curves = []
     for one in chosen:
-        line = {"color": colors[one.optimizer], "linestyle": "-" if one.length == longest else "--", "label": title(one, groups)}
+        name, at, _ = one.optimizer.partition("@")
+        style = ":" if at else "-" if one.length == longest else "--"
+        line = {"color": COLORS[name], "linestyle": style, "label": title(one, groups)}
         values = one.values(measure.score).apply_(measure.shown)
         curves.append(values.mean(0).tolist())
         last, ms = one.steps()[-1], one.ms()
@@ -225,7 +231,7 @@ def plot(section: Section, groups: Sequence[Group], path: pathlib.Path) -> None:
     ends, thirds = [curve[-1] for curve in curves], [curve[len(curve) // 3] for curve in curves]
     low, high = min(ends + thirds), max(ends + thirds)
     margin = 0.02 * (high - low) or 0.01
-    for axes, label in zip(panels, (chosen[0].runs[0].run.unit, "seconds of training steps"), strict=True):
+    for axes, label in zip(panels, (chosen[0].runs[0].run.unit, "seconds of training steps"), strict=False):
         demo.tidy(axes, label)
         if (other := rival(section, groups)) is not None:
             axes.axhline(measure.shown(other.mean_end(measure)), color="black", linewidth=0.8, linestyle=":")
