@@ -22,7 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "momentum": 0.0, "dampening": 0.0, "nesterov": False,
     "averaging": None, "averaging_beta": None, "averaging_decay": None, "averaging_powers": (2.0, 0.0),  # None: 0.9 or 0.7; 0.9967
     "preconditioner": "shampoo", "polar": "newton_schulz", "polar_scale": None,
-    "exponent": 0.5, "exponent_multiplier": 1.0,  # float or {order: float}; None, "paper" or a multiplier: multiplier / (2 order)
+    "exponent": "auto", "exponent_multiplier": 1.0,  # float or {order: float}; None, "paper": multiplier / (2 order)
     "graft": "adam", "graft_beta2": None, "graft_eps": 1e-8,  # None: betas[1], or 0.999 where that is 1
     "max_preconditioner_dim": 1024, "block_multiple": 16, "merge_dims": True, "large_dim": "block",
     "batch_dims": 0, "precondition_1d": False,
@@ -223,9 +223,11 @@ class Reference:
             if o[name] not in allowed:
                 raise ValueError(f"{name}={o[name]!r} is not one of {allowed}")
         if o["exponent_multiplier"] != 1:
-            if o["exponent"] not in (None, "paper", DEFAULTS["exponent"]):
+            if o["exponent"] not in (None, "paper", "auto"):
                 raise ValueError("exponent and exponent_multiplier both set the exponent: give one of them")
             o["exponent"] = None
+        if o["exponent"] == "auto":  # without a graft, directions of exponent 1/2 would depend on the size of gradients
+            o["exponent"] = 0.5 if o["graft"] else None
         if o["refresh"] == "staggered" and offsets is None:
             raise ValueError("refresh='staggered' needs offsets={(param, block): step inside the period}")
         self.offsets = dict(offsets or {})
@@ -380,7 +382,7 @@ class Reference:
         e = o["exponent_multiplier"] / (2 * order) if e is None else e
         e = 0.5 if o["preconditioner"] == "kl" else e
         bc2 = self._bc2(t)
-        if o["preconditioner"] == "kl" and not any(factor.any() for factor in block.factors):
+        if o["preconditioner"] == "kl" and not all(factor.any() for factor in block.factors):
             return  # nothing has come yet
         if all(factor.isfinite().all() for factor in block.factors):
             corrected = [factor / bc2 for factor in block.factors]

@@ -32,9 +32,12 @@ WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wra
 PARAMETRIZED = re.compile(r"(?<![^.])parametrizations\.(\w+)\.original\d*$")
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
-POSITIONS = re.compile(r"(^|_)(w?pos|wpe|positions?|positional|rel|relative|rpb|distance)(_(?!proj)|$)")
+POSITIONS = re.compile(
+    r"(^|_)(pos|wpe|positions?|positional|rpb)(_(?!proj)|$)|(^|_)rel(ative)?_\w*(pos|bias|table|dist|height|width)"
+)
+RELATIVE = re.compile(r"(^|_)(rel|relative|distance)(_(?!proj)|$)")  # of tables only
 QUERIES = re.compile(r"^(latents?|queries|prompts?|probe)$|^query_(embed|pos|feat|tokens?)")
-TOKENS = re.compile(r"^(?!.*embed).*tokens?$")  # a table with such a name is one of words
+TOKENS = re.compile(r"^(?!.*embed).*tokens?$")  # of plain parameters only: an embedding that is called `token` holds words
 EMBEDDINGS = re.compile(r"(^|_)(emb|embeds?|embeddings?|embedding_table|wte|w_e|codebooks?|codevectors)$")
 HEADS = re.compile(r"^(lm_heads?|embed_out|unembed|unembedding|w_u)$")
 LIKELY_HEADS = re.compile(r"(^|_)(heads?|logits)$|^(decoder|classifier|generator|output(_layer|_projection)?)$")
@@ -109,7 +112,7 @@ def _places(model: nn.Module) -> Iterator[_Place]:
     for prefix, module in modules.items():
         for leaf, param in module.named_parameters(recurse=False):
             name = f"{prefix}.{leaf}".removeprefix(".")
-            is_magnitude = name.endswith(".original0")
+            is_magnitude = name.endswith(".original0") and sum(size > 1 for size in param.shape) < 2
             if re.search(r"_[gv]$", leaf) and hasattr(module, leaf[:-1] + "g") and hasattr(module, leaf[:-1] + "v"):
                 name, is_magnitude = name[:-2], leaf.endswith("g")  # of the older `nn.utils.weight_norm`
             name = PARAMETRIZED.sub(r"\1", name)
@@ -124,7 +127,7 @@ def _told_by(model: nn.Module) -> Iterator[tuple[str, Any]]:
         for kind, method in (("embedding", "get_input_embeddings"), ("head", "get_output_embeddings")):
             try:
                 layer = getattr(module, method)()
-            except (AttributeError, NotImplementedError, TypeError):
+            except Exception:
                 continue
             for some in layer if isinstance(layer, nn.ModuleList) else [layer]:
                 weight = getattr(some, "weight", None)  # of a vision model it is a convolution, or a module without weight
@@ -161,9 +164,10 @@ def _is_position(place: _Place) -> bool:
     """A table of positions, or tokens that no text has, such as those of classes and masks."""
     if not (place.is_table or place.is_bare):
         return False
-    if POSITIONS.search(place.word) or QUERIES.search(place.word):
+    if place.is_table and (RELATIVE.search(place.word) or "Position" in type(place.module).__name__):
         return True
-    return "Position" in type(place.module).__name__ if place.is_table else bool(TOKENS.search(place.word))
+    named = (POSITIONS, QUERIES) if place.is_table else (POSITIONS, QUERIES, TOKENS)
+    return not place.leaf.startswith("w_") and any(pattern.search(place.word) for pattern in named)
 
 
 def _is_embedding(place: _Place) -> bool:
@@ -173,10 +177,11 @@ def _is_embedding(place: _Place) -> bool:
 def _is_router(place: _Place) -> bool:
     if place.param.dim() < 2:
         return False
-    named = any("router" in word for word in place.words)
-    classes = (type(module).__name__ for module in place.above[:2])
-    beside = place.word in ("gate", "wg") and any(hasattr(module, "experts") for module in place.above[1:3])
-    return named or beside or any(re.search(r"(Router|Gating|MoE\w*Gate)$", name) for name in classes)
+    gate, count = place.word in ("gate", "wg", "w_gate", "w_noise"), _first(place.module, NUM_EXPERTS)
+    told = any("router" in word for word in place.words) or (gate and count in place.param.shape)
+    classes = (type(module).__name__ for module in place.above[:2])  # a router may be a module with a linear layer
+    beside = gate and any(hasattr(module, "experts") for module in place.above[1:4])
+    return told or beside or any(re.search(r"(Router|Gating|MoE\w*Gate)$", name) for name in classes)
 
 
 def _is_depthwise(place: _Place) -> bool:
@@ -196,14 +201,15 @@ def _is_bias(place: _Place) -> bool:
 
 
 def _is_expert(place: _Place) -> bool:
-    """``[experts, a, b]``, or ``[experts * a, b]`` if the module says how many there are."""
+    """``[experts, a, b]``, or in a module of experts that says how many there are, ``[experts * a, b]``."""
     if isinstance(place.module, (nn.Linear, _ConvNd)) or re.search(r"experts?\.\d+\.", place.name):
         return False
     count, size = _first(place.module, NUM_EXPERTS), place.param.shape
-    named = any(EXPERTS.search(word) for word in place.words) or re.search(r"(?i)(experts?|moe)$", type(place.module).__name__)
+    inside = any(EXPERTS.search(word) for word in place.words)
     if place.param.dim() == 3:
-        return bool(named) or size[0] == count
-    return place.param.dim() == 2 and bool(named) and count is not None and size[0] > count and size[0] % count == 0
+        named = inside or re.search(r"(?i)(experts?|moe)$", type(place.module).__name__)
+        return size[0] == count if count is not None else bool(named)
+    return place.param.dim() == 2 and inside and count is not None and size[0] > count != size[1] and size[0] % count == 0
 
 
 RECOGNISED: dict[str, Callable[[_Place], bool]] = {

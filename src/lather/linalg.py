@@ -194,10 +194,12 @@ def norms(x: Tensor) -> Tensor:
     return cast(Tensor, torch.linalg.vector_norm(x.flatten(1), dim=1))
 
 
-def rescale(x: Tensor, target: Tensor) -> Tensor:
-    """Give every slot of ``x`` the norm ``target [n]``; a zero slot stays zero."""
+def rescale(x: Tensor, like: Tensor) -> Tensor:
+    """Give every slot of ``x`` the norm that it has in ``like``. A zero slot stays zero. One whose norm overflows becomes
+    what it is in ``like``."""
     size = norms(x)
-    return x * per_slot(torch.where(size > 0, target / size, torch.zeros_like(size)), x)
+    scaled = x * per_slot(torch.where(size > 0, norms(like) / size, torch.zeros_like(size)), x)
+    return torch.where(per_slot(size == torch.inf, x), like, scaled)
 
 
 def ema_(state: Tensor, value: Tensor, weight: float | Tensor) -> Tensor:

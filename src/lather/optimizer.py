@@ -67,7 +67,7 @@ class Shampoo(torch.optim.Optimizer):
         maximize: bool = False,
         bias_correction: bool = True,
         preconditioner: str | None = "shampoo",
-        exponent: float | Mapping[int, float] | str | None = 0.5,
+        exponent: float | Mapping[int, float] | str | None = "auto",
         exponent_multiplier: float = 1.0,
         root: Any = "auto",
         polar: Any = "newton_schulz",

@@ -17,7 +17,7 @@ from . import roots
 from .methods import GRAFTS, METHODS
 
 Check = Callable[[str, Any], Any]
-NESTEROV = "nesterov"
+AUTO, NESTEROV = "auto", "nesterov"
 NO_ALIASES: Mapping[str, str | None] = {}
 
 
@@ -122,8 +122,12 @@ def _exponent(name: str, value: Any) -> Any:
     return _number(0)(name, value)
 
 
-def _exponent_or_paper(name: str, value: Any) -> Any:
-    return None if value is None or value == "paper" else _exponent(name, value)
+def _exponent_or_word(name: str, value: Any) -> Any:
+    if isinstance(value, str) and value not in (AUTO, "paper"):
+        raise _fail(name, value, "a number of at least 0, 'auto', 'paper' or a mapping from orders to numbers")
+    if isinstance(value, str):
+        return AUTO if value == AUTO else None
+    return _optional(_exponent)(name, value)
 
 
 def _beta3(name: str, value: Any) -> Any:
@@ -135,7 +139,7 @@ def _beta3(name: str, value: Any) -> Any:
 
 
 def _root(name: str, value: Any) -> str:
-    return value if value == "auto" else roots.spell(roots.parse(value))
+    return AUTO if value == AUTO else roots.spell(roots.parse(value))
 
 
 def _polar(name: str, value: Any) -> str:
@@ -224,7 +228,7 @@ OPTIONS: dict[str, Option] = {
     "betas": Option((0.95, 0.95), _pair(_number(0, 1), _number(0, 1, open_high=False), "(beta1, beta2)"), "decay of the gradient filter and of the statistics; `betas[1] = 1` is the AdaGrad sum"),
     "beta3": Option(NESTEROV, _beta3, "weight of the remembered gradients in the filtered gradient: a number, `None` for `betas[0]`, or `\"nesterov\"` for `betas[0]**2` in preconditioned blocks and `betas[0]` in all others"),
     "eps": Option(None, _optional(_number(0, open_low=True)), lambda: f"damping: added to the eigenvalues of every factor, or to the denominator of a method that has one; {_default_eps()}"),
-    "damping": Option("relative", _choice("absolute", "relative"), "use `eps` as it is, or multiply it by each factor's size (the Schatten 4-norm, a bound of the largest eigenvalue)"),
+    "damping": Option("relative", _choice("absolute", "relative"), "use `eps` as it is, or multiply it by each factor's size (the Schatten 4-norm, a bound of the largest eigenvalue; for SOAP by the mean of the denominator), so that nothing depends on the size of gradients. If you change it in training, set `eps` too"),
     "weight_decay": Option(0.0, _number(0), "strength of weight decay"),
     "weight_decay_mode": Option("decoupled", _choice("decoupled", "l2", "corrected", "independent"), "how decay enters; see [algorithm](algorithm.md)"),
     "momentum": Option(0.0, _number(0, 1), "heavy-ball momentum on the direction"),
@@ -237,9 +241,9 @@ OPTIONS: dict[str, Option] = {
     "maximize": Option(False, _bool, "ascend instead of descend"),
     "bias_correction": Option(True, _bool, "correct the averages for their start at zero"),
     "preconditioner": Option(DEFAULT, _method, lambda: f"the method. {_methods()}; `None`: no preconditioning, the graft alone (Adam if that is `None` too)", structural=True),
-    "exponent": Option(0.5, _exponent_or_paper, "exponent of the inverse roots: a number for all modes; `\"paper\"` or `None` for the paper's `1 / (2 order)`; or `{order: exponent}`, where other orders follow the paper. 0 leaves a mode alone"),
+    "exponent": Option(AUTO, _exponent_or_word, "exponent of the inverse roots: a number for all modes; `\"paper\"` or `None` for the paper's `1 / (2 order)`; or `{order: exponent}`, where other orders follow the paper. 0 leaves a mode alone. `\"auto\"` is 0.5, or the paper's without a graft, because steps would then depend on the size of gradients"),
     "exponent_multiplier": Option(1.0, _number(0, open_low=True), "other than 1: the paper's exponent times this (1.82 in the paper for fully connected networks)"),
-    "root": Option("auto", _root, "root solver: `\"auto\"`, `\"eigh\"`, `\"newton\"`, `\"higher_order\"`, `\"minimax\"`, `\"qr\"`, `\"track\"` or a solver object. A method that needs bases takes `\"eigh\"`, `\"qr\"` or `\"track\"`"),
+    "root": Option(AUTO, _root, "root solver: `\"auto\"`, `\"eigh\"`, `\"newton\"`, `\"higher_order\"`, `\"minimax\"`, `\"qr\"`, `\"track\"` or a solver object. A method that needs bases takes `\"eigh\"`, `\"qr\"` or `\"track\"`"),
     "polar": Option("newton_schulz", _polar, "how gradients are orthogonalised: `\"newton_schulz\"` (Muon's quintic; `steps=5`, `coefficients`), `\"polar_express\"` (the best quintics; `steps=5`, `lower=1e-3`), `\"svd\"` (exact, slow) or an object"),
     "polar_scale": Option(None, _polar_scale, "without a graft, multiplies orthogonalised directions: `\"original\"` by `sqrt(max(1, rows / columns))`, `\"match_rms_adamw\"` by `0.2 sqrt(max(rows, columns))`; default: by 1"),
     "graft": Option("adam", _choice(*GRAFTS), "the method whose step length is taken over, block by block", structural=True),

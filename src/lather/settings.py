@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .methods import GRAFTS, METHODS, Graft, Hyper, Method
-from .options import DEFAULT, NESTEROV, OPTIONS, STRUCTURAL, readers
+from .options import AUTO, DEFAULT, NESTEROV, OPTIONS, STRUCTURAL, readers
 
 Group = Mapping[str, Any]
 OFF = {"beta3": None, "exponent": None, "refresh_warmup": 0.0}  # values that switch a default off
@@ -115,6 +115,8 @@ def resolve(group: dict[str, Any], last: Settings | None = None) -> Settings:
         group["eps"] = (method or METHODS[DEFAULT]).default_eps[group["damping"]]
     if method is None and group["graft"] is None:
         group["graft"] = "adam"
+    if group["exponent"] == AUTO:
+        group["exponent"] = _usual_exponent(group, method)
     _refuse_pairs(group)
     found = _settings(group, method)
     if method is not None:
@@ -158,9 +160,11 @@ def _warmup(group: Group) -> float:
     return 0.0 if yields and _is_default(group, "refresh_warmup") else group["refresh_warmup"]
 
 
-def _exponent(group: Group) -> Any:
-    """None for the paper's rule."""
-    return None if group["exponent_multiplier"] != 1 and _is_default(group, "exponent") else group["exponent"]
+def _usual_exponent(group: Group, method: Method | None) -> float | None:
+    """1/2, which leaves the length of steps to the graft. None for the paper's rule, and for a method that has no exponent."""
+    if method is None or "exponent" not in method.reads or group["graft"] is None or group["exponent_multiplier"] != 1:
+        return None
+    return 0.5
 
 
 def _settings(group: Group, method: Method | None) -> Settings:
@@ -198,12 +202,11 @@ def _hyper(group: Group) -> Hyper:
     if beta3 == NESTEROV:
         beta3 = None if _never(group) else beta1**2
     state_dtype: torch.dtype = getattr(torch, group["state_dtype"])
-    same = ("bias_correction", "eps", "exponent_multiplier", "root", "root_device", "refresh_delay")
+    same = ("bias_correction", "eps", "exponent", "exponent_multiplier", "root", "root_device", "refresh_delay")
     return Hyper(
         beta1=beta1,
         beta2=beta2,
         beta3=beta1 if beta3 is None else beta3,
-        exponent=_exponent(group),
         relative_damping=group["damping"] == "relative",
         packed=group["factors"] == "packed",
         state_dtype=state_dtype,
@@ -284,7 +287,7 @@ def _without_effect(group: Group) -> dict[str, str]:
         ("split_dim", group["split"] is None, "without split"),
         (
             "exponent_multiplier",
-            isinstance(_exponent(group), (int, float)),
+            isinstance(group["exponent"], (int, float)),
             "with exponent, which replaces the paper's exponent that it multiplies",
         ),
         (

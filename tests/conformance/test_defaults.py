@@ -102,6 +102,32 @@ def test_options_that_are_not_of_muon() -> None:
             settings_of(preconditioner="spectral", **{name: value})
 
 
+@pytest.mark.parametrize("shape", [(8, 6), (6, 5, 4), (5, 4, 3, 3)])
+def test_tiny_gradients_move_parameters(shape: tuple[int, ...]) -> None:
+    """Where the norm of a direction overflows, the graft's own is taken."""
+    for size in (1e-4, 1e-8, 1e-12):
+        p, noise = torch.nn.Parameter(torch.zeros(shape)), torch.Generator().manual_seed(0)
+        opt = lather.Shampoo([p], lr=1.0, graft_eps=1e-30, merge_dims=False)
+        for _ in range(4):
+            before = p.detach().clone()
+            p.grad = size * torch.randn(shape, generator=noise)
+            opt.step()
+            assert 0.1 < (p - before).square().mean().sqrt() < 10
+
+
+def test_without_a_graft_steps_do_not_depend_on_the_size_of_gradients() -> None:
+    ends = []
+    for size in (1.0, 2.0**-20):
+        p, noise = torch.nn.Parameter(torch.zeros(8, 6)), torch.Generator().manual_seed(0)
+        opt = lather.Shampoo([p], lr=1.0, graft=None)
+        for _ in range(5):
+            p.grad = size * torch.randn(8, 6, generator=noise)
+            opt.step()
+        ends.append(p.detach())
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-4, atol=1e-4)
+    assert lather.Shampoo([p], graft=None, exponent=0.5).param_groups[0]["exponent"] == 0.5  # what is written holds
+
+
 def test_a_group_has_defaults_too() -> None:
     """Options of one group leave no room for defaults of that group only; what is written for all counts for it as well."""
     groups = [{"refresh_delay": 2}, NEVER, {"betas": (0.0, 0.9)}, {"exponent_multiplier": 1.82}, {"preconditioner": "kl"}]
@@ -112,7 +138,7 @@ def test_a_group_has_defaults_too() -> None:
     settings = opt._session.settings
     assert [found.warmup for found in settings] == [0.0, 0.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]
     assert [found.hyper.looks_ahead for found in settings] == [True, False, False, True, True, True, True, True]
-    assert [found.hyper.exponent for found in settings] == [0.5, 0.5, 0.5, None, 0.5, 0.5, 0.5, 0.5]
+    assert [found.hyper.exponent for found in settings] == [0.5, 0.5, 0.5, None, None, None, None, 0.5]
     assert [found.hyper.eps for found in settings] == [1e-4, 1e-4, 1e-4, 1e-4, 1e-4, 1e-8, 1e-4, 1e-4]
     with pytest.raises(ValueError, match=r"refresh_warmup=0.2 does not go with refresh_delay=2"):
         lather.Shampoo([{"params": [torch.nn.Parameter(torch.ones(4, 3))], "refresh_delay": 2}], refresh_warmup=0.2)

@@ -62,7 +62,7 @@ def test_relative_damping_does_not_see_the_scale_of_gradients(options: Options, 
     """Factors grow in proportion to gradients, from the first step on."""
     grads = gradients(14, dtype)
     plain, state = train(grads, dtype, **options)
-    tolerance = 1e-4 if dtype == torch.float32 else 1e-9
+    tolerance = 2e-4 if dtype == torch.float32 else 1e-9  # the first roots are of factors without full rank
     assert not any(torch.allclose(a, b.detach(), atol=1e-2) for a, b in zip(plain, parameters(dtype), strict=True))
     for c in (1e-6, 1e6):
         scaled, other = train([[c * g for g in row] for row in grads], dtype, **options)
@@ -141,3 +141,24 @@ def test_a_zero_factor_keeps_the_root_that_counts_as_none() -> None:
     advance(opt, [p], [[torch.randn(4, 3)]])
     assert all(torch.linalg.eigvalsh(state[role]).min() > 0 for role in ("X0.0", "X1.0"))
     assert math.isfinite(p.detach().norm().item()) and p.detach().any()
+
+
+@pytest.mark.parametrize("options", [{"root_dtype": "bfloat16"}, {"root_dtype": "float16"}, {"state_dtype": "bfloat16"}], ids=str)
+def test_zero_gradients_are_no_failure_however_roots_are_kept(options: Options) -> None:
+    (p,) = params = [nn.Parameter(torch.zeros(7, 5))]
+    opt = lather.Shampoo(params, **KL | {"graft_eps": 1e-8} | options)
+    advance(opt, params, [[torch.zeros(7, 5)]] * 12)
+    assert not opt.health() and not p.any()
+    advance(opt, params, [[g] for (g, *_) in gradients(12, torch.float32)])
+    assert not opt.health() and p.isfinite().all() and p.any()
+
+
+def test_a_factor_that_vanishes_does_not_turn_steps_around() -> None:
+    """In float16 the factor of the columns is zero, and that of the rows is not."""
+    p, g = nn.Parameter(torch.zeros(1000, 10)), torch.zeros(1000, 10)
+    g[0] = 3e-6
+    opt = lather.Shampoo([p], **KL | {"graft_eps": 1e-8, "state_dtype": "float16", "root_dtype": "float32"})
+    for _ in range(6):
+        before = p.detach().clone()
+        advance(opt, [p], [[g]])
+        assert ((p - before) * g).sum() <= 0

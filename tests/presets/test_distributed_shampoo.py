@@ -427,5 +427,10 @@ def test_the_page_runs() -> None:
     assert scope["opt"].param_groups[0]["graft"] == "adam"
 
 
+def test_a_multiplier_of_a_group_holds_for_exponents_of_all() -> None:
+    group = {"params": [torch.nn.Parameter(torch.zeros(3, 2))], "exponent_multiplier": 1.5}
+    assert lather.distributed_shampoo([group], inv_root_override=2).param_groups[0]["exponent"] == 0.75
+
+
 if __name__ == "__main__":
     PAGE.write_text(written(PAGE.read_text()))

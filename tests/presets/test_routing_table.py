@@ -749,6 +749,47 @@ def test_tables_and_heads_by_any_name(table: str, head: str) -> None:
     assert found == {table: "embedding", "pos": "position", "up": "matrix", "down": "matrix", head: "head"}
 
 
+class SparseMoE(nn.Module):
+    """Gates are plain parameters here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.w_gate, self.w_noise = nn.Parameter(torch.zeros(16, 4)), nn.Parameter(torch.zeros(16, 4))
+        self.mixing, self.phi = nn.Parameter(torch.zeros(16, 16)), nn.Parameter(torch.zeros(16, 4, 2))
+        self.experts = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
+
+
+class Odd(nn.Module):
+    """Names and methods that mean something else than elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W_rel, self.w_pos = nn.Parameter(torch.zeros(8, 8)), nn.Parameter(torch.zeros(8, 8))
+        self.rel_weight = nn.Parameter(torch.zeros(5, 8, 8))
+        self.layer = nn.Linear(8, 8, bias=False)
+        nn.utils.parametrize.register_parametrization(self.layer, "weight", LowRank())
+
+    def get_input_embeddings(self) -> nn.Module:
+        raise ValueError("there are several")
+
+
+class LowRank(nn.Module):
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return left @ right
+
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return weight[:, :2], weight[:2]
+
+
+def test_what_only_looks_like_another_kind() -> None:
+    assert kinds_in(SparseMoE()) == {
+        **dict.fromkeys(["mixing", "phi", *(f"experts.{i}.weight" for i in range(4))], "matrix"),
+        **dict.fromkeys(["w_gate", "w_noise"], "router"),
+    }
+    assert set(kinds_in(Odd()).values()) == {"matrix"}
+
+
 # Training.
 
 

@@ -37,7 +37,7 @@ class Variant(NamedTuple):
     """What kernels are compiled for, and graphs captured for."""
 
     filtered: bool
-    looks_ahead: bool  # whether the filtered gradient is another than the filter's memory
+    looks_ahead: bool  # whether the filtered gradient differs from the filter's memory
     second: bool  # whether the graft has a second moment
     coupled: bool  # whether decay is part of the gradient
     graft: bool

@@ -210,11 +210,11 @@ def _put(method: Kronecker, job: Due, index: slice | Tensor, alive: Tensor, side
 
 
 def _survives(fresh: State, kept: torch.dtype) -> Tensor | bool:
-    """Whether a root is finite and positive also in the dtype that it is kept in."""
+    """Whether a root is finite and not zero also in the dtype that it is kept in."""
     if "X" not in fresh or fresh["X"].dtype == kept:
         return True
     rounded = fresh["X"].to(kept)
-    return rounded.isfinite().flatten(1).all(1) & (diagonal_of(rounded) > 0).all(1)
+    return rounded.isfinite().flatten(1).all(1) & diagonal_of(rounded).ne(0).all(1)
 
 
 def _identity_like(a: Tensor) -> Tensor:

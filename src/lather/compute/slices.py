@@ -32,8 +32,7 @@ SliceId = tuple[BankKey, int]  # the bank, and the first slot
 
 def suits(device: str, dtype: str, settings: Settings) -> bool:
     """Whether kernels cover parameters of this dtype with these options. Other banks are computed by torch, one by one."""
-    hyper = settings.hyper
-    single = hyper.state_dtype == torch.float32 and dtype in ("float32", "bfloat16", "float16")
+    single = settings.hyper.state_dtype == torch.float32 and dtype in ("float32", "bfloat16", "float16")
     return single and has_kernels(torch.device(device))
 
 

@@ -74,7 +74,7 @@ class TorchExecutor(Executor[Seen]):
         if method and any(started) and (bank.begun or not method.waits):
             direction = method.apply(bank.state, seen.filtered, seen.ctx)
             if settings.grafted:
-                direction = rescale(direction, norms(own))
+                direction = rescale(direction, own)
             ready = method.ready(bank.state) if method.waits else None
             if not all(started):
                 on = from_host(started, own)

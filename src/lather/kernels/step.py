@@ -196,7 +196,8 @@ def choose(
     value = tl.where(size > 0, target / size, 0.0) if GRAFT else 1.0 / first
     root = tl.load(slots + ROOT_ADDRESS * n + slot)
     first_element = tl.load(root.to(tl.pointer_type(ROOT)), root != 0, 0.0)  # positive once the root has been computed
-    value = tl.where((tl.load(started + slot) != 0) & (first_element > 0), value, -1.0)
+    fits = size < float("inf")  # the norm has not overflowed
+    value = tl.where((tl.load(started + slot) != 0) & (first_element > 0) & fits, value, -1.0)
     tl.store(gain + slot, tl.where(tl.load(alive + slot) != 0, value, float("nan")))
 
 

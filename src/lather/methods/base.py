@@ -38,7 +38,7 @@ class Hyper:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether the filtered gradient is another than what the filter remembers."""
+        """Whether the filtered gradient differs from what the filter remembers."""
         return self.beta1 > 0 and self.beta3 != self.beta1
 
 

@@ -159,7 +159,7 @@ def _transposed(factors: Sequence[Tensor | None]) -> list[Tensor | None]:
 def _denominator(state: State, dtype: torch.dtype, ctx: Context) -> Tensor:
     w = state["w"].to(dtype)
     root = (w / per_slot(factor_correction(ctx), w)).sqrt_()
-    mean = per_slot(norms(root) / math.sqrt(root[0].numel()), root)
+    mean = per_slot(norms(root) / math.sqrt(root[0].numel()), root)  # its root mean square
     if modes := modes_of(state):
         coarse = [torch.finfo(state[f"Q{modes[0]}"].dtype).eps]
         coarse += [TF32] if w.is_cuda and dtype == torch.float32 and not are_products_exact() else []

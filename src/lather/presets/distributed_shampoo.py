@@ -93,7 +93,7 @@ def _carry(usual: Mapping[str, Any], given: Mapping[str, Any]) -> Options:
     found |= {name: value for name, value in given.items() if name not in (*READERS, *OLD_GRAFT, *IGNORED, "peak_lr")}
     if "params" in given and found.pop("num_trainers_per_group", None) is not None:
         raise ValueError("num_trainers_per_group is the same for all param groups; pass it to lather.distributed_shampoo itself")
-    _multiply(found, given, everything)
+    _multiply(found, everything)
     return plain(_without_idle(found, everything))
 
 
@@ -104,16 +104,19 @@ def _check_peak(given: Mapping[str, Any], everything: Mapping[str, Any]) -> None
         )
 
 
-def _multiply(found: Options, given: Mapping[str, Any], everything: Mapping[str, Any]) -> None:
-    """Meta's multiplier also holds for exponents that were given. The option multiplies the paper's rule only."""
-    times = found.get("exponent_multiplier", everything.get("exponent_multiplier", 1.0))
-    if times == 1 or "exponent" in given or found.get("exponent") is None:
+def _multiply(found: Options, everything: Mapping[str, Any]) -> None:
+    """Meta's multiplier also holds for exponents that were given, to all groups or to this. The option multiplies the paper's rule
+    only."""
+    times, exponent = everything.get("exponent_multiplier", 1.0), None
+    for name, reader in READERS.items():
+        if name in everything:
+            exponent = reader(name, everything[name]).get("exponent", exponent)
+    if times == 1 or "exponent" in everything or exponent is None:
         return
-    if isinstance(found["exponent"], dict):
-        found["exponent"] = {order: times * e for order, e in found["exponent"].items()}
+    if isinstance(exponent, dict):
+        found["exponent"] = {order: times * e for order, e in exponent.items()}
     else:
-        found["exponent"] *= times
-        found["exponent_multiplier"] = 1.0
+        found |= {"exponent": times * exponent, "exponent_multiplier": 1.0}
 
 
 def _without_idle(found: Options, everything: Mapping[str, Any]) -> Options:

@@ -107,7 +107,7 @@ def from_adam(
 ) -> Shampoo:
     """``Shampoo`` with the arguments of ``torch.optim.Adam``, grafted onto Adam.
 
-    Betas that you give are kept. The default ones are those that train best here (docs/results.md); torch's are (0.9, 0.999).
+    Betas that you give are kept. The default ones trained best on most of our tasks (docs/results.md); torch's are (0.9, 0.999).
     ``betas[1]`` also averages the factors. ``eps`` becomes ``graft_eps``, and the factors' damping is ``factor_eps``.
     ``amsgrad``, ``capturable`` and ``differentiable`` are refused.
 

@@ -54,7 +54,7 @@ Upgrade = Callable[[dict[str, Any], list[dict[str, Any]]], None]  # changes the 
 
 
 def _with_block_multiple(state: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Version 1 cut dimensions into nearly equal blocks."""
+    """Version 1 cut dimensions into nearly equal blocks. A newer file has the option, and keeps it."""
     for group in groups:
         group.setdefault("block_multiple", 1)
 
@@ -101,7 +101,8 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
     if sizes != ours:
         raise ValueError(
             f"the checkpoint has param groups of {sizes} parameters but the optimizer has {ours}; build the optimizer from the "
-            "same model with the same param groups"
+            "same model with the same param groups. If it was given the model by an earlier version of lather, that knew fewer kinds "
+            "of parameters: give it lather.route(model, kinds=dict.fromkeys(('position', 'router', 'depthwise', 'fused', 'experts')))"
         )
     for number, (theirs, mine) in enumerate(zip(saved, live, strict=True)):
         for name in STRUCTURAL if started else (name for name in STRUCTURAL if name != "block_multiple"):

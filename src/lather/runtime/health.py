@@ -158,10 +158,13 @@ def _failure(bank: Bank, slot: int, name: str, failed: int, settings: Settings, 
     conditions = ", ".join(_condition(factor, eps) for factor in factors)
     errors = [other.background.error for other in banks if other.background.error]
     cause = f". The last error was {errors[0]}" if errors else ""
+    remedy = f"Raise eps (now {eps:g}), lower the learning rate, or choose another root solver"
+    if settings.hyper.root_dtype == torch.float16:
+        remedy = "float16 is too short for large roots: use root_dtype='bfloat16'"
     return (
         f"the root of block {bank.blocks[slot].index} of parameter {name} (shape {bank.key.shape}) failed to refresh "
         f"{failed} times in a row, more than max_failed_refreshes={settings.max_failed_refreshes}; condition numbers of "
-        f"its factors: {conditions}{cause}. Raise eps (now {eps:g}), lower the learning rate, or choose another root solver"
+        f"its factors: {conditions}{cause}. {remedy}"
     )
 
 
