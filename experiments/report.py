@@ -221,7 +221,7 @@ def plot(section: Section, groups: Sequence[Group], path: pathlib.Path) -> None:
     for one in chosen:
         name, at, _ = one.optimizer.partition("@")
         style = ":" if at else "-" if one.length == longest else "--"
-        line = {"color": COLORS[name], "linestyle": style, "label": title(one, groups)}
+        line = {"color": COLORS.get(name, "#444444"), "linestyle": style, "label": title(one, groups)}
         values = one.values(measure.score).apply_(measure.shown)
         curves.append(values.mean(0).tolist())
         last, ms = one.steps()[-1], one.ms()

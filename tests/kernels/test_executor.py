@@ -50,7 +50,7 @@ CASES = {
     "nesterov, no graft": AHEAD | {"graft": None, "weight_decay": 0.1, "weight_decay_mode": "l2", "maximize": True},
     "nesterov, sum": AHEAD | {"betas": (0.9, 1.0), "graft": "adagrad", "momentum": 0.5, "refresh": "staggered"},
     "nesterov, uncorrected": AHEAD | {"bias_correction": False, "large_dim": "diagonal", "averaging": "gpa"},
-    "nesterov, kl": NOW | {"preconditioner": "kl"},
+    "nesterov, kl": NOW | {"preconditioner": "kl", "exponent": None},
     "beta3": {"beta3": 0.5, "graft": "rmsprop", "factors": "packed"},
 }  # fmt: skip
 

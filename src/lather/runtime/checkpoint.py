@@ -92,6 +92,9 @@ def upgraded(state_dict: Mapping[str, Any]) -> tuple[dict[Any, Any], list[dict[s
     return state, groups
 
 
+LATER_KINDS = "position", "router", "depthwise", "fused", "experts"
+
+
 def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]], *, started: bool) -> None:
     """Refuse param groups that were not made for this optimizer.
 
@@ -101,8 +104,8 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
     if sizes != ours:
         raise ValueError(
             f"the checkpoint has param groups of {sizes} parameters but the optimizer has {ours}; build the optimizer from the "
-            "same model with the same param groups. If it was given the model by an earlier version of lather, that knew fewer kinds "
-            "of parameters: give it lather.route(model, kinds=dict.fromkeys(('position', 'router', 'depthwise', 'fused', 'experts')))"
+            "same model with the same param groups. Earlier versions of lather knew fewer kinds of parameters: if one of them was "
+            f"given the model, pass lather.route(model, kinds=dict.fromkeys({LATER_KINDS}))"
         )
     for number, (theirs, mine) in enumerate(zip(saved, live, strict=True)):
         for name in STRUCTURAL if started else (name for name in STRUCTURAL if name != "block_multiple"):
