@@ -279,14 +279,12 @@ VOCABULARY = 8192  # the fewest rows of a table that is recognised by its shape
 
 def warn_of_tables(groups: Iterable[Mapping[str, Any]]) -> None:
     """Warn once if a parameter of these groups, which come without a model, is preconditioned but looks like a table or a head."""
-    treated = [group for group in groups if group["preconditioner"] is not None and group["start_preconditioning_step"] != math.inf]
-    named = [
-        (name, p)
-        for group in treated
-        for name, p in zip(group.get("param_names") or [""] * len(group["params"]), group["params"], strict=True)
-        if p.requires_grad
-    ]
-    if found := next(_tables(named), None):
+    named, treated = [], set()
+    for group in groups:
+        named += zip(group.get("param_names") or [""] * len(group["params"]), group["params"], strict=True)
+        if group["preconditioner"] is not None and group["start_preconditioning_step"] != math.inf:
+            treated |= {id(p) for p in group["params"] if p.requires_grad}
+    if found := next(((name, p) for name, p in _tables(named) if id(p) in treated), None):
         name, p = found
         warnings.warn(
             f"a parameter of shape {tuple(p.shape)}{name and ', ' + name + ','} looks like an embedding or an LM head, and it will "

@@ -194,7 +194,7 @@ def _serve(rank: int, world: int, folder: str, connection: Connection, port: int
         store = dist.FileStore(str(Path(folder, "store")), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=2 * TIMEOUT))
     elif world > 1:
-        os.environ |= _as_torchrun(rank, world, port)
+        os.environ.update(_as_torchrun(rank, world, port))
     for request in _requests(connection):
         connection.send_bytes(pickle.dumps(_call(request)))
     if dist.is_initialized():
