@@ -279,7 +279,8 @@ VOCABULARY = 8192  # the fewest rows of a table that is recognised by its shape
 
 def warn_of_tables(groups: Iterable[Mapping[str, Any]]) -> None:
     """Warn once if a parameter of these groups, which come without a model, is preconditioned but looks like a table or a head."""
-    named, treated = [], set()
+    named: list[tuple[str, Tensor]] = []
+    treated: set[int] = set()
     for group in groups:
         named += zip(group.get("param_names") or [""] * len(group["params"]), group["params"], strict=True)
         if group["preconditioner"] is not None and group["start_preconditioning_step"] != math.inf:
