@@ -1,5 +1,7 @@
-"""Doctests of the package are collected from ``src``, where one file needs a compiler that not every machine has."""
+"""Doctests of the package are collected from ``src``, where some files need what not every machine has."""
 
 import importlib.util
 
-collect_ignore = [] if importlib.util.find_spec("triton") else ["src/lather/kernels"]
+NEEDS = {"src/lather/kernels": "triton", "src/lather/integrations": "transformers"}
+
+collect_ignore = [path for path, library in NEEDS.items() if importlib.util.find_spec(library) is None]

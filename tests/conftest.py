@@ -17,7 +17,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-LONG = ("tests/test_kernels.py", "tests/test_examples.py", "tests/distributed/test_checkpoint.py")
+LONG = ("tests/test_kernels.py", "tests/clients/test_trainers.py", "tests/test_examples.py", "tests/distributed/test_checkpoint.py")
 LONG += ("tests/distributed/test_equal.py", "tests/scripts/test_benchmarks.py", "tests/scripts/test_experiments.py")
 
 

@@ -42,6 +42,7 @@ LINE: dict[str, set[str]] = {
     "optimizer": set(),
     "presets": {"distributed_shampoo", "from_torch", "meta", "muon", "soap"},
     "report": {"models", "plan"},
+    "integrations": {"accelerate", "transformers"},
     "cli": set(),
     "demo": set(),
     "__init__": set(),
@@ -152,7 +153,7 @@ TRITON = {f"kernels/{name}.py" for name in ("common", "dense", "step", "tiles")}
 
 @every_file
 def test_the_core_imports_only_torch(path):
-    """Triton is imported by kernels, and those when they are launched. Only the demo needs more."""
+    """Triton is imported by kernels, and those when they are launched. Only the demo and an integration need more."""
     name = name_of(path)
     others = {(found.module.partition(".")[0], found.scope) for found in imports_of(path) if not found.ours}
     others = {(module, scope) for module, scope in others if module not in {*sys.stdlib_module_names, "torch"}}
@@ -160,6 +161,8 @@ def test_the_core_imports_only_torch(path):
         assert others == {("triton", "")}
     elif name == "compute/kernel_executor.py":
         assert others == {("triton", "def _type")}
+    elif name == "integrations/transformers.py":
+        assert others == {("transformers", "")}
     elif name == "demo.py":
         assert {module for module, _ in others} == {"sklearn", "matplotlib"} and all(scope for _, scope in others)
     else:
@@ -176,8 +179,8 @@ def schema_names() -> set[str]:
 
 def test_it_can_be_imported_without_anything_else():
     """Nor does it then import torch.distributed.tensor, which takes longer than lather."""
-    missing = "import sys; sys.modules.update(dict.fromkeys(['triton', 'sklearn', 'matplotlib']));"
-    check = "import lather; assert 'torch.distributed.tensor' not in sys.modules"
+    missing = "import sys; sys.modules.update(dict.fromkeys(['triton', 'sklearn', 'matplotlib', 'transformers', 'accelerate']));"
+    check = "import lather, lather.integrations.accelerate; assert 'torch.distributed.tensor' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", missing + check], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 

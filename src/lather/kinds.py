@@ -5,8 +5,12 @@ architectures. A kind is found for one place of a parameter: a module and a name
 the kinds of all of them.
 """
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -40,6 +44,7 @@ QUERIES = re.compile(r"^(latents?|queries|prompts?|probe)$|^query_(embed|pos|fea
 TOKENS = re.compile(r"^(?!.*embed).*tokens?$")  # of plain parameters only: an embedding that is called `token` holds words
 EMBEDDINGS = re.compile(r"(^|_)(emb|embeds?|embeddings?|embedding_table|wte|w_e|codebooks?|codevectors)$")
 HEADS = re.compile(r"^(lm_heads?|embed_out|unembed|unembedding|w_u)$")
+INPUTS = re.compile(r"^embed_(tokens|in)$")  # names that matter only without a model, whose modules tell more
 LIKELY_HEADS = re.compile(r"(^|_)(heads?|logits)$|^(decoder|classifier|generator|output(_layer|_projection)?)$")
 EXPERTS = re.compile(r"(^|_)experts?(_|$)|(^|_)moe$")
 QKV = re.compile(r"^(w?qkv|to_qkv|c_attn|qkv_proj)$")  # queries, then keys, then values; `query_key_value` interleaves them
@@ -271,3 +276,52 @@ def _first(module: nn.Module, names: tuple[str, ...], config: bool = False) -> i
     sources = (module, getattr(module, "config", None)) if config else (module,)
     found = (getattr(source, name, None) for source in sources for name in names)
     return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+
+# Parameters without a model.
+
+VOCABULARY = 8192  # the fewest rows of a table that is recognised by its shape
+
+
+def warn_of_tables(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Warn once if a parameter of these groups, which come without a model, is preconditioned but looks like a table or a head."""
+    named: list[tuple[str, Tensor]] = []
+    treated: set[int] = set()
+    for group in groups:
+        named += zip(group.get("param_names") or [""] * len(group["params"]), group["params"], strict=True)
+        if group["preconditioner"] is not None and group["start_preconditioning_step"] != math.inf:
+            treated |= {id(p) for p in group["params"] if p.requires_grad}
+    if found := next(((name, p) for name, p in _tables(named) if id(p) in treated), None):
+        name, p = found
+        warnings.warn(
+            f"a parameter of shape {tuple(p.shape)}{name and ', ' + name + ','} looks like an embedding or an LM head, and it will "
+            "be preconditioned. These train better without: pass the model instead of its parameters, or param groups from "
+            "lather.route(model). For transformers' Trainer there is lather.integrations.transformers.OptimizerFactory",
+            stacklevel=_levels(),
+        )
+
+
+def _tables(named: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Matrices with the name of a table or a head, or with the shape of one.
+
+    A linear layer that is called an embedding has a bias. Wide layers have the shape of tables, but there are many of one shape.
+    """
+    names, shapes = {name for name, _ in named}, Counter(p.shape for _, p in named)
+    for name, p in named:
+        if p.dim() != 2:
+            continue
+        parts = WRAPPERS.sub("", name.lower()).split(".")
+        word = parts[-2] if parts[-1] == "weight" and len(parts) > 1 else parts[-1]
+        is_linear = f"{name.removesuffix('weight')}bias" in names
+        is_called = HEADS.search(word) or INPUTS.search(word) or (EMBEDDINGS.search(word) and not is_linear)
+        rows, columns = p.shape
+        if is_called or (rows >= VOCABULARY and rows > 4 * columns and shapes[p.shape] <= 2):
+            yield name, p
+
+
+def _levels() -> int:
+    """How far above our caller the line is that called lather: the ``stacklevel`` of a warning."""
+    package, frame, levels = __name__.partition(".")[0], sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, levels = frame.f_back, levels + 1
+    return levels

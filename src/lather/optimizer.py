@@ -6,12 +6,14 @@ What is computed is in ``methods`` and ``roots``, who computes it in ``planning`
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
+from .kinds import warn_of_tables
 from .options import FLAGS, OPTIONS, hint, refuse_flags, whole
 from .routing import route
 from .runtime import checkpoint
@@ -115,6 +117,7 @@ class Shampoo(torch.optim.Optimizer):
         trainers = None if num_trainers_per_group is None else whole("num_trainers_per_group", num_trainers_per_group)
         self._session = Session(process_group, trainers, whole("stages", stages), check_ranks)
         super().__init__(params, {name: given[name] for name in OPTIONS})
+        warn_of_tables(group for group, rule in zip(self.param_groups, self._rules, strict=True) if not rule)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, also between steps; they start at step 0."""
@@ -219,16 +222,19 @@ class Shampoo(torch.optim.Optimizer):
         """As torch's; allocates the state if there has been no step.
 
         With several ranks, each has the blocks that it owns, which is what ``torch.distributed.checkpoint`` expects. For a
-        state that has everything see :meth:`consolidate_state_dict`.
+        state that has everything see :meth:`consolidate_state_dict`. A hook from ``register_state_dict_pre_hook`` may call that.
         """
+        hooks = self._optimizer_state_dict_pre_hooks
+        for hook in list(hooks.values()):  # before the state is taken, because a hook may gather it
+            hook(self)
         with torch.no_grad():
             saved = self._session.saved(self.param_groups, self.state)
         live = self.state
         try:
-            self.state = cast(Any, saved)  # so that hooks see it
+            self.state, self._optimizer_state_dict_pre_hooks = cast(Any, saved), OrderedDict()
             return {**super().state_dict(), checkpoint.VERSION_KEY: checkpoint.VERSION}
         finally:
-            self.state = live
+            self.state, self._optimizer_state_dict_pre_hooks = live, hooks
 
     @torch.no_grad()
     def consolidate_state_dict(self, to: int = 0) -> None:

@@ -66,8 +66,9 @@ class Outcome:
 class Pool:
     """The processes of one world size, started with the first case."""
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self, world: int, *, port: int | None = None) -> None:
+        """``port``: processes have no process group but the environment of torchrun, or of a single process for a world of one."""
+        self.world, self._port = world, port
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -127,7 +128,7 @@ class Pool:
         context.set_forkserver_preload(PRELOAD)
         for rank in range(self.world):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, self._folder.name, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.world, self._folder.name, there, self._port), daemon=True)
             process.start()
             there.close()
             self._processes.append(process)
@@ -180,7 +181,7 @@ def _trace_file(folder: str, rank: int) -> Path:
     return Path(folder, f"trace{rank}")
 
 
-def _serve(rank: int, world: int, folder: str, connection: Connection) -> None:
+def _serve(rank: int, world: int, folder: str, connection: Connection, port: int | None) -> None:
     """What a process does: run what comes down the pipe until it is closed."""
     torch.set_num_threads(1)
     gc.freeze()  # the modules that every rank begins with need not be searched again and again
@@ -189,11 +190,21 @@ def _serve(rank: int, world: int, folder: str, connection: Connection) -> None:
     warnings.simplefilter("ignore")
     warnings.filterwarnings("error", module="lather")
     logging.getLogger("torch").setLevel(logging.ERROR)
-    store = dist.FileStore(str(Path(folder, "store")), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=2 * TIMEOUT))
+    if port is None:
+        store = dist.FileStore(str(Path(folder, "store")), world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=2 * TIMEOUT))
+    elif world > 1:
+        os.environ.update(_as_torchrun(rank, world, port))
     for request in _requests(connection):
         connection.send_bytes(pickle.dumps(_call(request)))
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _as_torchrun(rank: int, world: int, port: int) -> dict[str, str]:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "lather"}
+    return {name: str(value) for name, value in names.items()}
 
 
 def _requests(connection: Connection) -> Iterable[bytes]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,3 +122,55 @@ def write_own(layout: str, case: Case, folder: Path) -> None:
 
 def try_loading(layout: str, case: Case, path: Path) -> None:
     load_file(layout, case, path)
+
+
+# Parts of a state.
+
+
+def warns(take: Callable[[], Any]) -> bool:
+    """Whether it is said that a state lacks the blocks of other ranks."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        take()
+    found = [each for each in caught if "consolidate_state_dict()" in str(each.message)]
+    assert all(each.filename == __file__ for each in found), "the line that called state_dict()"
+    return bool(found)
+
+
+def ways_to_take(layout: str, case: Case, path: Path) -> dict[str, bool]:
+    """Which of them warn, in the order in which they are tried."""
+    run = Run(layout, case)
+    opt = run.opt
+    put_back = lambda: opt.load_state_dict(opt.state_dict())  # noqa: E731  before training, as accelerate does it
+    found = {"before the first step": warns(put_back)}
+    found["torch's probe"] = warns(lambda: api.get_optimizer_state_dict(run.model, opt))
+    run.advance(1, 2)
+    found["after a step"] = warns(lambda: opt.state_dict())
+    found["by a deepcopy"] = warns(lambda: copy.deepcopy(opt))
+    if not layout.startswith("fsdp"):  # DTensors of a mesh cannot be pickled
+        found["by a pickle"] = warns(lambda: pickle.dumps(opt))
+    found["for torch's functions"] = warns(lambda: contents(run, Way()))
+    found["by a thing that torch saves"] = warns(lambda: dcp.save({"opt": opt}, checkpoint_id=path))
+    loaded = contents(run, Way())["opt"]
+    found["to load through torch"] = warns(lambda: api.set_optimizer_state_dict(run.model, opt, loaded))
+    opt.consolidate_state_dict()
+    found["consolidated"] = warns(lambda: opt.state_dict())
+    run.advance(3, 3)
+    found["a step later"] = warns(lambda: opt.state_dict())
+    return found
+
+
+def gather_in_a_hook(layout: str, case: Case, path: Path) -> Stored:
+    """As ``consolidate``, where a hook of ``state_dict()`` does it."""
+    run = Run(layout, case).advance(1, MIDDLE)
+    seen: list[dict[str, Any]] = []
+    handle = run.opt.register_state_dict_pre_hook(lambda opt: opt.consolidate_state_dict())
+    run.opt.register_state_dict_post_hook(lambda opt, state: seen.append(state))
+    assert not warns(lambda: run.opt.state_dict())
+    assert len(run.opt._optimizer_state_dict_pre_hooks) == 1, "the user's hooks are left in place"
+    model = {name: whole(p).clone() for name, p in run.model.named_parameters()}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        check_plain(seen[0])
+        torch.save({"model": model, "opt": {**seen[0]}}, path)
+    handle.remove()
+    return run.advance(MIDDLE + 1, case.steps).stored()

@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 import lather
 
+pytestmark = pytest.mark.filterwarnings("ignore:a parameter of shape")  # they come without a model
+
 SHAPES: dict[str, tuple[int, ...]] = {
     "embedding": (40, 12),
     "weight": (16, 16),

@@ -12,8 +12,10 @@ version is refused.
 """
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -193,6 +195,34 @@ def collect(
     if rank == to:
         return found
     return [{k: view for k, view in entry.items() if not is_dtensor(view)} for entry in views]
+
+
+# Who asks for the state of one rank, by module and function: torch, whose checkpoints have that of all, and accelerate, which
+# puts it back at once.
+TAKERS_OF_PARTS = (("torch.distributed.checkpoint", None), ("accelerate.optimizer", "__init__"))
+
+
+def is_for_parts() -> bool:
+    """Whether the call comes from one of ``TAKERS_OF_PARTS``, directly or not."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name, function = frame.f_globals.get("__name__") or "", frame.f_code.co_name
+        for module, only in TAKERS_OF_PARTS:
+            if f"{name}.".startswith(f"{module}.") and only in (None, function):
+                return True
+        frame = frame.f_back
+    return False
+
+
+def warn_of_parts() -> None:
+    """Warn that a state lacks the blocks of other ranks."""
+    warnings.warn(
+        "this state_dict() has only the blocks that this rank owns, so a file of it cannot be loaded. Call "
+        "opt.consolidate_state_dict() on all ranks before it, and save the state of rank 0. With accelerate use "
+        "lather.integrations.accelerate.register(accelerator), with transformers' Trainer add "
+        "lather.integrations.transformers.Callback() to its callbacks",
+        stacklevel=4,  # the line that called opt.state_dict()
+    )
 
 
 def warn_of_blanks(banks: Iterable[Bank], steps: Sequence[int], name_of: Callable[[int], str]) -> None:

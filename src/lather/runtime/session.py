@@ -43,7 +43,7 @@ class Session:
         """Forget everything except who owns what."""
         self.run = Run()
         self.settings: list[Settings] = []
-        self.consolidated: State = {}  # the whole state, from consolidate() to the next step
+        self.consolidated: State | None = None  # the whole state, from consolidate() to the next step
         self._health = Health()
         self._peers = Peers([], ())
         self._signature: Any = None  # what the run was built for
@@ -56,7 +56,7 @@ class Session:
 
     def begin(self, groups: Groups, state: State) -> Step | None:
         """Prepare a step, and count it. None if there is nothing to do."""
-        self.consolidated = {}
+        self.consolidated = None
         self._prepare_together(groups, state)
         run, grads = self.run, self.run.gradients()
         rates = [rate_of(group, settings) for group, settings in zip(groups, self.settings, strict=True)]
@@ -207,7 +207,7 @@ class Session:
         averaged = [g for g, group in enumerate(groups) if group["averaging"] is not None]
         if numbers := [g for g in averaged if averaging.is_training(groups[g]) is not train]:
             run = self.prepare(groups, state, thorough=True)
-            self.consolidated = {}
+            self.consolidated = None
             run.averages.switch(numbers, run.steps, train=train)
             run.storage_changed()
             for g in numbers:
@@ -217,8 +217,10 @@ class Session:
     def saved(self, groups: Groups, state: State) -> State:
         """The state for a checkpoint: what was consolidated, or else what this rank has."""
         run = self.prepare(groups, state, thorough=True)
+        if self.consolidated is None and run.comms and any(run.steps) and not checkpoint.is_for_parts():
+            checkpoint.warn_of_parts()
         complete = run.averages.complete(run.steps, groups) if run.averages.members else []
-        whole = dict(zip(run.params, complete, strict=False)) | self.consolidated
+        whole = dict(zip(run.params, complete, strict=False)) | (self.consolidated or {})
         return state | {p: dict(entry) for p, entry in whole.items()}
 
     def consolidate(self, groups: Groups, state: State, to: int) -> None:
@@ -252,7 +254,7 @@ class Session:
         run.load(entries, groups, self.settings)
         run.averages.publish(state)
         self._agreed, self._loaded = False, True
-        self.consolidated = {}
+        self.consolidated = None
         if run.comms:
             checkpoint.warn_of_blanks(run.banks, run.steps, run.name_of)
 

@@ -1,0 +1,88 @@
+"""Complete checkpoints and routing with the Trainer of transformers.
+
+[Note: when to gather] Trainer saves in ``_maybe_log_save_evaluate``, which all ranks run after the callbacks of a step's or an
+epoch's end. Rank 0 alone then asks for the optimizer's state, and no callback runs in between. So the state has to be gathered by
+a callback that comes earlier:
+
+- at the end of a step or an epoch, if ``control.should_save`` is set. ``DefaultFlowCallback`` sets it, and is the first callback;
+- there too, before an evaluation that decides about saving (``save_strategy="best"``), whatever it will decide;
+- after an evaluation, if the state has changed: Trainer calls ``optimizer.eval()``, which moves state if ``averaging`` is on.
+
+Ranks decide alike. ``control`` is equal on all of them, or Trainer itself would hang: saving begins with a collective
+(``store_flos``). ``args`` are equal as well. Whether the state is gathered already changes only by steps, switches of the mode,
+loading and gathering, which all ranks do together. So no rank waits for another in vain.
+"""
+
+import difflib
+from typing import Any, final
+
+from transformers import TrainerCallback  # type: ignore[attr-defined,unused-ignore]
+
+from .. import presets
+from ..optimizer import Shampoo
+from ..routing import NOTHING, Kinds, Rules, route
+from .accelerate import fsdp_plugin, gather, is_full_fsdp
+
+PRESETS = ("Shampoo", *presets.__all__)
+
+
+@final
+class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Gathers the state of a lather optimizer before every checkpoint, so that Trainer saves all of it with several ranks.
+
+    Put it behind callbacks of your own that set ``control.should_save``. With one process it does nothing.
+
+    >>> from lather.integrations.transformers import Callback
+    >>> callbacks = [Callback()]  # for Trainer(..., callbacks=callbacks)
+    """
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._before_saving(args, control.should_save or (decides(args) and control.should_evaluate), kwargs)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._before_saving(args, control.should_save or (decides(args) and control.should_evaluate), kwargs)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._before_saving(args, control.should_save or decides(args), kwargs)
+
+    def _before_saving(self, args: Any, may_save: bool, kwargs: dict[str, Any]) -> None:
+        optimizer = kwargs.get("optimizer")
+        accelerate = getattr(optimizer, "accelerator_state", None)
+        by_ranks = fsdp_plugin(accelerate) is not None and not is_full_fsdp(accelerate)  # each rank saves what it has
+        if may_save and not args.save_only_model and not by_ranks:
+            gather(optimizer)
+
+
+def decides(args: Any) -> bool:
+    """Whether an evaluation decides about saving."""
+    return bool(args.save_strategy == "best")
+
+
+@final
+class OptimizerFactory:
+    """A lather optimizer for ``Trainer(..., optimizer_cls_and_kwargs=(OptimizerFactory, kwargs))``, routed by the model's modules.
+
+    ``preset`` is the name of a function such as ``"from_adamw"``, or ``"Shampoo"``. ``rules`` and ``kinds`` are those of
+    :func:`lather.route`. All else are the preset's arguments. The learning rate is not taken from ``TrainingArguments``.
+
+    Trainer makes an instance and calls it with the model, because this is no subclass of torch's ``Optimizer``.
+
+    >>> import torch
+    >>> from lather.integrations.transformers import OptimizerFactory
+    >>> kwargs = {"preset": "from_adamw", "lr": 3e-4, "weight_decay": 0.1}
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 8))
+    >>> [row.method for row in OptimizerFactory()(model, **kwargs).plan().params]
+    ['shampoo', 'adam', 'adam']
+    """
+
+    def __call__(
+        self, model: Any, *, preset: str = "from_adamw", rules: Rules = (), kinds: Kinds | None = NOTHING, **options: Any
+    ) -> Shampoo:
+        if preset not in PRESETS:
+            near = difflib.get_close_matches(str(preset), PRESETS, n=1)
+            meant = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(map(repr, PRESETS))}"
+            raise ValueError(f"there is no preset {preset!r}; {meant}")
+        make = Shampoo if preset == "Shampoo" else getattr(presets, preset)
+        found = make(route(model, rules, kinds=kinds), **options)
+        assert isinstance(found, Shampoo)
+        return found

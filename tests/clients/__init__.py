@@ -1,0 +1,1 @@
+"""Real trainers: transformers, accelerate, Lightning, PEFT."""

@@ -1,0 +1,87 @@
+"""Stopped and resumed in a real trainer, a run is as if nothing had happened: with one process, and with two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.harness import Pool
+
+from .entry import call
+
+Worlds = dict[int, Pool]
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss", "greater_is_better": False}
+SAVING: dict[str, dict[str, Any]] = {
+    "steps": {"save_strategy": "steps", "save_steps": 3},
+    "epoch": {"save_strategy": "epoch"},
+    "best": {"save_strategy": "best", **EVALUATED},
+    "steps and evaluations": {"save_strategy": "steps", "save_steps": 2, **EVALUATED},
+}
+FIRST = {"steps": 3, "epoch": 4, "best": 2, "steps and evaluations": 2}  # the step of the first checkpoint
+AVERAGED = {"averaging": "schedule_free", "betas": (0.0, 0.95)}
+both = pytest.mark.parametrize("world", [1, 2], ids=["one process", "two processes"])
+
+
+def difference(results: list[dict[str, Any]], name: str = "again") -> float:
+    """The largest difference of a weight from the undisturbed run, over all ranks."""
+    pairs = [(mine[name][key], results[0]["whole"][key]) for mine in results for key in mine["whole"]]
+    assert pairs and all(mine.isfinite().all() for mine, _ in pairs)
+    return max(float((mine - whole).abs().max()) for mine, whole in pairs)
+
+
+@both
+@pytest.mark.parametrize("saving", SAVING)
+def test_transformers(worlds: Worlds, tmp_path: Path, world: int, saving: str) -> None:
+    results = worlds[world].run(call, "train_transformers", tmp_path, SAVING[saving], {})
+    assert difference(results) == 0.0
+    for result in results:
+        assert result["names"] == ["Shampoo", "Shampoo"]
+        assert result["saved"] == f"checkpoint-{FIRST[saving]}"
+        assert not result["warned"]
+
+
+@both
+@pytest.mark.parametrize("saving", ["best", "steps and evaluations"])
+def test_transformers_averages(worlds: Worlds, tmp_path: Path, world: int, saving: str) -> None:
+    """Trainer evaluates the average, and saves in that mode."""
+    results = worlds[world].run(call, "train_transformers", tmp_path, SAVING[saving], AVERAGED)
+    assert difference(results) == 0.0
+    assert not any(result["warned"] for result in results)
+
+
+@both
+def test_peft(worlds: Worlds, tmp_path: Path, world: int) -> None:
+    results = worlds[world].run(call, "train_transformers", tmp_path, SAVING["steps"], {}, True)
+    assert any("lora_A" in name for name in results[0]["whole"])
+    assert difference(results) == 0.0
+    assert not any(result["warned"] for result in results)
+
+
+def test_transformers_without_our_callback(worlds: Worlds, tmp_path: Path) -> None:
+    """Trainer asks rank 0 alone."""
+    first, second = worlds[2].run(call, "transformers_without_callback", tmp_path)
+    assert len(first) == 1 and "lather.integrations.transformers.Callback()" in first[0]
+    assert not second
+
+
+@both
+def test_accelerate(worlds: Worlds, tmp_path: Path, world: int) -> None:
+    results = worlds[world].run(call, "train_accelerate", tmp_path)
+    assert difference(results) == difference(results, "run") == 0.0
+    assert not any(result["warned"] for result in results)
+
+
+def test_accelerate_without_our_hook(worlds: Worlds, tmp_path: Path) -> None:
+    """It asks every rank."""
+    for result in worlds[2].run(call, "train_accelerate", tmp_path, False):
+        assert len(result["warned"]) == 1 and "lather.integrations.accelerate.register(accelerator)" in result["warned"][0]
+
+
+@both
+def test_lightning(worlds: Worlds, tmp_path: Path, world: int) -> None:
+    """It consolidates by itself."""
+    results = worlds[world].run(call, "train_lightning", tmp_path)
+    assert difference(results) == 0.0
+    assert not any(result["warned"] for result in results)
