@@ -148,7 +148,7 @@ WALKED = {
     "maximize": False,
     "bias_correction": True,
     "preconditioner": "shampoo",
-    "exponent": 0.5,
+    "exponent": "auto",
     "exponent_multiplier": 1.0,
     "root": "auto",
     "polar": "newton_schulz",
