@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without its slow import
 
 from .options import FLAGS, OPTIONS, hint, refuse_flags, whole
 from .routing import route
@@ -150,9 +151,13 @@ class Shampoo(torch.optim.Optimizer):
             if is_stored(param):  # on this rank; raises if no team can share the work on it
                 team(param, name, session.world(), my_rank(), session.trainers)
 
+    @_disable_dynamo  # a step plans, allocates and reads param groups, which a graph would freeze
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; ``closure``, if given, computes the loss and is run first."""
+        """Take one step; ``closure``, if given, computes the loss and is run first.
+
+        ``torch.compile`` leaves it as it is: forward and backward are compiled, and the graph breaks here.
+        """
         session = self._session
         if session.started(self.state):
             refuse_averages(self.param_groups)
@@ -173,6 +178,7 @@ class Shampoo(torch.optim.Optimizer):
         session.report()
         return loss
 
+    @_disable_dynamo
     @torch.no_grad()
     def train(self) -> None:
         """Train mode: parameters of param groups with ``averaging`` hold the points at which gradients are taken.
@@ -191,6 +197,7 @@ class Shampoo(torch.optim.Optimizer):
         """
         self._session.switch(self.param_groups, self.state, train=True)
 
+    @_disable_dynamo
     @torch.no_grad()
     def eval(self) -> None:
         """Eval mode: parameters of param groups with ``averaging`` hold the average, to evaluate or to keep it.

@@ -73,7 +73,7 @@ class Health:
         """Only the first time for each message, or for each ``once``."""
         if (once or message) not in self._reported:
             self._reported.add(once or message)
-            warnings.warn(message, NumericalWarning, stacklevel=8)  # the line that called opt.step()
+            warnings.warn(message, NumericalWarning, stacklevel=10)  # the line that called opt.step()
 
     def _read(self, bank: Bank) -> Counts | None:
         """Counts that have arrived since they were asked for. Asks for new ones."""
