@@ -45,11 +45,16 @@ def _number(low: float, high: float = math.inf, *, open_low: bool = False, open_
     return check
 
 
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether it can be read without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
 def _lr(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise _fail(name, value, "a number or a tensor of one element")
-        if not 0 <= value.item() < math.inf:
+        if not 0 <= value.reshape(1).tolist()[0] < math.inf:
             raise _fail(name, value, "at least 0 and finite")
         return value
     return _number(0)(name, value)

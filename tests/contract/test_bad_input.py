@@ -378,6 +378,69 @@ def test_a_factor_that_does_not_fit() -> None:
     assert opt.plan().state_bytes < 2**30
 
 
+# A learning rate in a tensor, changed in place.
+
+RATES = [NAN, INF, -1.0]
+
+
+@pytest.mark.parametrize("bad", RATES)
+def test_a_learning_rate_that_becomes_wrong_in_place(bad: float) -> None:
+    """As a number that is wrong: an error, nothing changes, and training goes on with the next one."""
+    params, clean = parameters(), parameters()
+    lr = torch.tensor(0.02)
+    opt, other = (lather.Shampoo(each.items(), **FAST | {"lr": rate}) for each, rate in ((params, lr), (clean, lr.clone())))
+    train(opt, params, 3)
+    train(other, clean, 3)
+    set_grads(params, 3)
+    with pytest.raises(ValueError, match=r"^lr=.*at least 0 and finite"):
+        lr.fill_(bad)
+        opt.step()
+    lr.fill_(0.02)
+    train(opt, params, 3, 3)
+    train(other, clean, 3, 3)
+    assert_same([snapshot(opt, p) for p in params.values()], [snapshot(other, p) for p in clean.values()])
+    assert opt.param_groups[0]["peak_lr"] == other.param_groups[0]["peak_lr"]
+
+
+@pytest.mark.parametrize("bad", RATES)
+@pytest.mark.parametrize("options", [{"weight_decay": 0.1, "weight_decay_mode": "corrected"}, {"preconditioner": "soap"}], ids=str)
+def test_a_wrong_learning_rate_on_the_device(bad: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host does not know, so all blocks skip the step and are counted, as for a gradient that is not finite."""
+    for module in ("settings", "storage.update"):
+        monkeypatch.setattr(f"lather.{module}.is_on_host", lambda tensor: False)
+    params, lr = parameters(), torch.tensor(0.02)
+    opt = lather.Shampoo(params.items(), **FAST | options | {"lr": lr})
+    train(opt, params, 3)
+    before, peak = [snapshot(opt, p) for p in params.values()], float(opt.param_groups[0]["peak_lr"])
+    lr.fill_(bad)
+    with pytest.warns(lather.NumericalWarning, match="had a gradient .* or a learning rate that is NaN") as caught:
+        train(opt, params, 2, 3)
+    assert len(caught) == len(params)
+    for (w, state), (old, kept) in zip([snapshot(opt, p) for p in params.values()], before, strict=True):
+        assert state.pop("step") == 5 and kept.pop("step") == 3
+        assert_same((w, strip(state)), (old, strip(kept)))
+    assert {name: found["skipped"] for name, found in opt.health().items()} == dict.fromkeys(params, 2)
+    assert float(opt.param_groups[0]["peak_lr"]) == peak
+    lr.fill_(0.02)
+    train(opt, params, 2, 5)
+    assert all(p.isfinite().all() and not torch.equal(p, old) for p, (old, _) in zip(params.values(), before, strict=True))
+
+
+def strip(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without what a refresh makes from the rest."""
+    return {key: value for key, value in state.items() if key[0] not in "XQ"}
+
+
+def test_raising_reads_a_learning_rate_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lather.settings.is_on_host", lambda tensor: False)
+    params, lr = parameters(), torch.tensor(0.02)
+    opt = lather.Shampoo(params.items(), on_nonfinite="raise", **FAST | {"lr": lr})
+    train(opt, params, 2)
+    lr.fill_(NAN)
+    with pytest.raises(ValueError, match="^lr="):
+        train(opt, params, 1, 2)
+
+
 # Gradients.
 
 
