@@ -437,7 +437,7 @@ def test_raising_reads_a_learning_rate_on_the_device(monkeypatch: pytest.MonkeyP
     opt = lather.Shampoo(params.items(), on_nonfinite="raise", **FAST | {"lr": lr})
     train(opt, params, 2)
     lr.fill_(NAN)
-    with pytest.raises(ValueError, match="^lr="):
+    with pytest.raises(ValueError, match=r"^lr="):
         train(opt, params, 1, 2)
 
 

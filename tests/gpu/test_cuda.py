@@ -207,7 +207,9 @@ def test_nonfinite_gradient_is_reported_later():
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "weight_decay": 0.1, "weight_decay_mode": "corrected"}, SOAP, KL], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.9, "weight_decay": 0.1, "weight_decay_mode": "corrected"}, SOAP, KL], ids=str
+)
 def test_a_wrong_learning_rate_is_reported_later(options):
     """It is on the device, so the host does not know. Nothing moves, and nothing waits."""
     lr = torch.tensor(0.05, device="cuda")

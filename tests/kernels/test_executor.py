@@ -394,7 +394,8 @@ def test_a_wrong_learning_rate_on_the_device_is_left_out(bad, monkeypatch):
     lr.fill_(bad)
     with pytest.warns(lather.NumericalWarning, match="learning rate"):
         take(opt, params, gradients(4, WHOLE))
-    assert all(torch.equal(p, q) and torch.equal(opt.state[p]["momentum"], m) for p, q, m in zip(params, weights, memory, strict=True))
+    for p, w, m in zip(params, weights, memory, strict=True):
+        assert torch.equal(p, w) and torch.equal(opt.state[p]["momentum"], m)
     assert all(torch.equal(opt.state[p]["L0.0"], old) for p, old in factors.items())
     assert [found["skipped"] for found in opt.health().values()] == [1] * len(params)
     lr.fill_(0.05)
