@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without its slow import
 
-from .options import FLAGS, OPTIONS, hint, refuse_flags, whole
+from .options import FLAGS, OPTIONS, hint, refuse_flags, refuse_unknown, whole
 from .routing import route
 from .runtime import checkpoint
 from .runtime.health import tally
@@ -107,8 +107,10 @@ class Shampoo(torch.optim.Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         amsgrad: bool = False,
+        **unknown: NoReturn,  # so that type checkers refuse them too
     ) -> None:
         given = dict(locals())
+        refuse_unknown(unknown)
         refuse_flags(given)
         if isinstance(params, torch.nn.Module):
             params = route(params)
@@ -124,7 +126,7 @@ class Shampoo(torch.optim.Optimizer):
         for name in [n for n in param_group if n not in OPTIONS and n not in ("params", "param_names", *KEPT)]:
             if name in FLAGS:
                 refuse_flags({name: param_group.pop(name)})
-            elif meant := hint(name):  # other names are the user's own, as in torch
+            elif meant := hint(name, sure=True):  # other names are the user's own, as in torch
                 raise ValueError(f"param group has the unknown option {name!r}{meant}")
         own = OPTIONS.keys() & set(param_group)
         super().add_param_group(param_group)

@@ -6,7 +6,8 @@ Options live in the param groups as plain numbers, strings, bools, None and tupl
 
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -283,7 +284,31 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 FLAGS = ("foreach", "fused", "capturable", "differentiable", "amsgrad")  # of torch's optimizers; not implemented here
-# Arguments of presets, and the option that each becomes. Anywhere else they are mistakes.
+# Names of other optimizers, and the options that each is in Shampoo. First Meta's; those with none have no effect.
+OF_META = {
+    "epsilon": "eps",
+    "weight_decay_type": "weight_decay_mode",
+    "use_bias_correction": "bias_correction",
+    "iterate_averaging_config": "averaging momentum",
+    "grafting_config": "graft",
+    "distributed_config": "communication_dtype num_trainers_per_group",
+    "preconditioner_config": "preconditioner",
+    "use_nesterov": "nesterov",
+    "use_decoupled_weight_decay": "weight_decay_mode",
+    "use_merge_dims": "merge_dims",
+    "inv_root_override": "exponent",
+    "exponent_override": "exponent",
+    "large_dim_method": "large_dim",
+    "preconditioner_dtype": "state_dtype",
+    "precision_config": "state_dtype root_dtype",
+    "grafting_type": "graft",
+    "grafting_beta2": "graft_beta2",
+    "grafting_epsilon": "graft_eps",
+    **dict.fromkeys(("use_pin_memory", "shampoo_pt2_compile_config", "shampoo_runtime_config", "concurrency_config"), ""),
+    **dict.fromkeys(("use_pytorch_compile", "pytorch_compile_backend", "use_protected_eigh", "track_root_inv_residuals"), ""),
+    **dict.fromkeys(("use_dtensor", "dist_strategy", "debug_mode"), ""),
+}
+# Arguments of presets. Anywhere else they are mistakes.
 OF_PRESETS = {
     "factor_eps": "eps",
     "decoupled_weight_decay": "weight_decay_mode",
@@ -292,11 +317,27 @@ OF_PRESETS = {
     "adjust_lr_fn": "polar_scale",
     "max_precond_dim": "max_preconditioner_dim",
     "correct_bias": "bias_correction",
-    "epsilon": "eps",
-    "use_bias_correction": "bias_correction",
-    "grafting_config": "graft",
-    "weight_decay_type": "weight_decay_mode",
-    "preconditioner_config": "preconditioner",
+    **{name: options for name, options in OF_META.items() if options},
+}
+# Of other libraries, and of Meta's first versions. They are mistakes everywhere.
+OF_OTHERS = {
+    "learning_rate": "lr",
+    "beta1": "betas",
+    "beta2": "betas",
+    "wd": "weight_decay",
+    "weight_decouple": "weight_decay_mode",
+    "eps_root": "eps graft_eps",
+    "matrix_eps": "eps",
+    "matrix_epsilon": "eps",
+    "diagonal_epsilon": "graft_eps",
+    "graft_epsilon": "graft_eps",
+    "graft_type": "graft",
+    "block_size": "max_preconditioner_dim",
+    "preconditioning_compute_steps": "precondition_frequency",
+    "adam_w_mode": "weight_decay_mode",
+    "init_delay": "start_preconditioning_step",
+    "threshold": "max_preconditioner_dim",
+    "update_freq": "precondition_frequency",
 }
 STRUCTURAL = tuple(name for name, option in OPTIONS.items() if option.structural)
 
@@ -312,12 +353,43 @@ def whole(name: str, value: Any) -> int:
     return int(_count(1)(name, value))
 
 
-def hint(name: str) -> str:
-    """The end of a message about an unknown option: what was probably meant, if that is clear."""
-    if name in OF_PRESETS:
-        return f"; in Shampoo it is {OF_PRESETS[name]!r}"
-    found = difflib.get_close_matches(name, (*OPTIONS, *OF_PRESETS), n=1, cutoff=0.85)
-    return f"; did you mean {found[0]!r}?" if found else ""
+def hint(name: str, also: Iterable[str] = (), *, sure: bool = False) -> str:
+    """The end of a message about an unknown option: what was probably meant. Names that are ``also`` known may be meant too.
+
+    ``sure``: empty unless that is clear, for places where users may have names of their own.
+    """
+    if name in ARGUMENTS:
+        return "; it is an argument of the constructor, the same for all parameters"
+    if instead := OF_PRESETS.get(name) or OF_OTHERS.get(name):
+        taker = ", and lather.distributed_shampoo takes it as it is" if name in OF_META else ""
+        return f"; in Shampoo it is {' or '.join(map(repr, instead.split()))}{taker}"
+    if name in OF_META and not sure:
+        return "; it has no effect in Shampoo; leave it out"
+    if found := nearest(name, (*also, *OPTIONS, *OF_PRESETS, *(() if sure else ARGUMENTS)), 0.85 if sure else 0.6):
+        return f"; did you mean {found!r}?"
+    return "" if sure else "; docs/options.md has them all"
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
+    """The known name that is most like this one, or has it as a word; None if there is none."""
+    known = list(known)
+    words = [each for each in known if name in each.split("_")] if cutoff < 0.85 else []
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff) or words), None)
+
+
+def refuse_unknown(names: Iterable[str], also: Iterable[str] = ()) -> None:
+    """Refuse names of options that do not exist, as Python would, but with what was probably meant."""
+    for name in names:
+        raise TypeError(f"there is no option {name!r}{hint(name, also)}")
+
+
+def plain(text: str) -> str:
+    """Without Markdown.
+
+    >>> plain("see [algorithm](algorithm.md#averaging), or `None`")
+    'see docs/algorithm.md#averaging, or None'
+    """
+    return re.sub(r"\[[^]]*\]\(([^)]*)\)", r"docs/\1", text).replace("`", "")
 
 
 def markdown() -> str:
