@@ -265,7 +265,7 @@ OPTIONS: dict[str, Option] = {
     "refresh": Option("together", _choice("together", "staggered"), "refresh all blocks in the same step, or spread them evenly over the period"),
     "refresh_delay": Option(0, _count(0), "steps from a refresh to the first use of its roots. Meanwhile they are computed in the background, on CUDA by a stream of their own; takes the memory of the roots once more"),
     "root_device": Option(None, _root_device, "`\"cpu\"`: compute roots on the host, for a device without a solver; with `refresh_delay`, in a thread. No effect for parameters on the host"),
-    "on_nonfinite": Option("skip", _choice("skip", "raise"), "for NaN or Inf in a gradient: the block skips the step, or the step raises (which reads the device on every step)"),
+    "on_nonfinite": Option("skip", _choice("skip", "raise"), "for NaN or Inf in a gradient, or an invalid learning rate in a tensor on the device: the block skips the step, or the step raises (which reads the device on every step)"),
     "max_failed_refreshes": Option(3, _count(0), "number of failed refreshes in a row that one block may have"),
     "communication_dtype": Option(None, _optional(_dtype("float32", "bfloat16", "float16", "int8")), "rounds directions for their way to the ranks that store the parameter: `\"float32\"`, `\"bfloat16\"`, `\"float16\"`, or `\"int8\"` with a scale per block; default: not rounded"),
     "blocks": Option("global", _choice("global", "local"), "cut blocks from whole parameters; or from each shard, so that no gradient travels, but results depend on the sharding", structural=True),
