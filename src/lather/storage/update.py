@@ -40,7 +40,7 @@ def is_rate(lr: Tensor) -> Tensor:
 def _larger(lr: Number, peak: Number) -> Number:
     if isinstance(lr, Tensor):
         peak = peak.to(lr.device) if isinstance(peak, Tensor) else peak
-        return torch.where(is_rate(lr) & (lr > peak), lr, peak)
+        return torch.where((lr > peak) & (lr < torch.inf), lr, peak)  # an invalid rate counts for nothing
     return peak.clamp(min=lr) if isinstance(peak, Tensor) else max(lr, peak)
 
 
