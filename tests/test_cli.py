@@ -71,6 +71,8 @@ def test_the_command_line_has_every_option(arguments, options, capsys):
         (["gpt2-tiny", "--precondition-frequency", "0"], "precondition_frequency=0 is not valid"),
         (["gpt2-tiny", "--betas", "0.9"], "a pair (beta1, beta2)"),
         (["gpt2-tiny", "--rooot", "eigh"], "unknown argument '--rooot'; did you mean --root?"),
+        (["gpt2-tiny", "--block-size", "64"], "unknown argument '--block-size'; did you mean --max-preconditioner-dim?"),
+        (["gpt2-tiny", "--precondition-freqency=5"], "did you mean --precondition-frequency?"),
         (["gpt2-tiny", "--colour", "red"], "unknown argument '--colour'; --help"),
     ],
 )
@@ -83,3 +85,14 @@ def test_the_command_line_says_what_is_wrong(arguments, message, capsys):
 def test_what_makes_no_sense_is_refused_without_a_traceback(given, capsys):
     assert cli.main(["plan", "w=8x8", *given]) == 2
     assert given[0].strip("-") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["plan"], ["demo"], ["options"]])
+def test_help_is_plain_text(command, capsys):
+    """Options are described in Markdown, for docs/options.md. The command line takes it out."""
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*command, "--help"])
+    text = capsys.readouterr().out
+    assert "`" not in text and "](" not in text and "†" not in text
+    if command == ["plan"]:
+        assert "docs/algorithm.md" in text and "docs/algorithm.md#averaging" in text.replace("\n", "").replace(" ", "")

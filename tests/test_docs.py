@@ -49,7 +49,7 @@ def test_options_page_is_current(capsys):
 
 def test_signature_and_table_agree():
     signature = inspect.signature(lather.Shampoo.__init__).parameters
-    flags = {"self", "params", "foreach", "fused", "capturable", "differentiable", "amsgrad"}
+    flags = {"self", "params", "unknown", "foreach", "fused", "capturable", "differentiable", "amsgrad"}
     assert {name: p.default for name, p in signature.items() if name not in flags} == {
         name: option.default for name, option in OPTIONS.items()
     } | {name: default for name, (default, _) in ARGUMENTS.items()}

@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import difflib
 import json
 import math
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ._version import __version__
-from .options import OPTIONS, markdown
+from .options import OF_OTHERS, OF_PRESETS, OPTIONS, markdown, nearest, plain
 from .report.models import MODELS, num_params
 
 
@@ -26,9 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = make_parser().parse_known_args(argv)
     try:
         if unknown:
-            flags = map(_flag, OPTIONS) if args.run is run_plan else ()
-            guess = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1, cutoff=0.75)
-            hint = f"did you mean {guess[0]}?" if guess else "--help lists all arguments"
+            guess = _meant(unknown[0]) if args.run is run_plan else None
+            hint = f"did you mean {guess}?" if guess else "--help lists all arguments"
             raise UserError(f"unknown argument {unknown[0]!r}; {hint}")
         print(args.run(args))
     except UserError as error:
@@ -67,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="as JSON")
     more = plan.add_argument_group("options of lather.Shampoo", "explained in docs/options.md")
     for name, option in OPTIONS.items():
-        text = option.text.replace("`", "").replace("%", "%%")
+        text = plain(option.text).replace("%", "%%")
         more.add_argument(_flag(name), type=parse_value, default=argparse.SUPPRESS, metavar="VALUE", help=text)
 
     options = commands.add_parser("options", help="every option of lather.Shampoo, as Markdown")
@@ -105,6 +103,14 @@ def run_plan(args: argparse.Namespace) -> str:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _meant(flag: str) -> str | None:
+    """The flag of an option that was probably meant."""
+    name = flag.partition("=")[0].strip("-").replace("-", "_")
+    instead = (OF_PRESETS | OF_OTHERS).get(name)
+    found = instead.split()[0] if instead else nearest(name, OPTIONS, 0.75)
+    return _flag(found) if found else None
 
 
 def whole(text: str, low: int = 0) -> int:

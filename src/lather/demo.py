@@ -120,7 +120,9 @@ def require(*modules: str) -> None:
         for module in modules:
             importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtra(f"the demo needs scikit-learn and matplotlib ({error}); pip install lather[demo]") from error
+        raise MissingExtra(
+            f"the demo needs scikit-learn and matplotlib ({error}); run: pip install scikit-learn matplotlib"
+        ) from error
 
 
 def load_digits() -> tuple[Split, Split]:

@@ -18,6 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from .runtime.parameters import WRAPPERS
+
 Options = Mapping[str, Any]
 
 KINDS: dict[str, Options] = {  # a parameter of several kinds has the options of the first
@@ -32,7 +34,6 @@ KINDS: dict[str, Options] = {  # a parameter of several kinds has the options of
     "experts": {"batch_dims": 1},
 }
 OF_MATRICES = ("fused", "experts")
-WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")  # in names, by torch
 PARAMETRIZED = re.compile(r"(?<![^.])parametrizations\.(\w+)\.original\d*$")
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 

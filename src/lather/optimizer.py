@@ -8,13 +8,14 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without its slow import
 
 from .kinds import warn_of_tables
-from .options import FLAGS, OPTIONS, hint, refuse_flags, whole
+from .options import FLAGS, OPTIONS, hint, refuse_flags, refuse_unknown, whole
 from .routing import route
 from .runtime import checkpoint
 from .runtime.health import tally
@@ -108,8 +109,10 @@ class Shampoo(torch.optim.Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         amsgrad: bool = False,
+        **unknown: NoReturn,  # so that type checkers refuse them too
     ) -> None:
         given = dict(locals())
+        refuse_unknown(unknown)
         refuse_flags(given)
         if isinstance(params, torch.nn.Module):
             params = route(params)
@@ -126,7 +129,7 @@ class Shampoo(torch.optim.Optimizer):
         for name in [n for n in param_group if n not in OPTIONS and n not in ("params", "param_names", *KEPT)]:
             if name in FLAGS:
                 refuse_flags({name: param_group.pop(name)})
-            elif meant := hint(name):  # other names are the user's own, as in torch
+            elif meant := hint(name, sure=True):  # other names are the user's own, as in torch
                 raise ValueError(f"param group has the unknown option {name!r}{meant}")
         own = OPTIONS.keys() & set(param_group)
         super().add_param_group(param_group)
@@ -153,9 +156,13 @@ class Shampoo(torch.optim.Optimizer):
             if is_stored(param):  # on this rank; raises if no team can share the work on it
                 team(param, name, session.world(), my_rank(), session.trainers)
 
+    @_disable_dynamo  # a step plans, allocates and reads param groups, which a graph would freeze
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; ``closure``, if given, computes the loss and is run first."""
+        """Take one step; ``closure``, if given, computes the loss and is run first.
+
+        ``torch.compile`` leaves it as it is: forward and backward are compiled, and the graph breaks here.
+        """
         session = self._session
         if session.started(self.state):
             refuse_averages(self.param_groups)
@@ -176,6 +183,7 @@ class Shampoo(torch.optim.Optimizer):
         session.report()
         return loss
 
+    @_disable_dynamo
     @torch.no_grad()
     def train(self) -> None:
         """Train mode: parameters of param groups with ``averaging`` hold the points at which gradients are taken.
@@ -194,6 +202,7 @@ class Shampoo(torch.optim.Optimizer):
         """
         self._session.switch(self.param_groups, self.state, train=True)
 
+    @_disable_dynamo
     @torch.no_grad()
     def eval(self) -> None:
         """Eval mode: parameters of param groups with ``averaging`` hold the average, to evaluate or to keep it.

@@ -6,7 +6,8 @@ Options live in the param groups as plain numbers, strings, bools, None and tupl
 
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -45,11 +46,16 @@ def _number(low: float, high: float = math.inf, *, open_low: bool = False, open_
     return check
 
 
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether it can be read without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
 def _lr(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise _fail(name, value, "a number or a tensor of one element")
-        if not 0 <= value.item() < math.inf:
+        if not 0 <= value.reshape(1).tolist()[0] < math.inf:
             raise _fail(name, value, "at least 0 and finite")
         return value
     return _number(0)(name, value)
@@ -263,7 +269,7 @@ OPTIONS: dict[str, Option] = {
     "refresh": Option("together", _choice("together", "staggered"), "refresh all blocks in the same step, or spread them evenly over the period"),
     "refresh_delay": Option(0, _count(0), "steps from a refresh to the first use of its roots. Meanwhile they are computed in the background, on CUDA by a stream of their own; takes the memory of the roots once more"),
     "root_device": Option(None, _root_device, "`\"cpu\"`: compute roots on the host, for a device without a solver; with `refresh_delay`, in a thread. No effect for parameters on the host"),
-    "on_nonfinite": Option("skip", _choice("skip", "raise"), "for NaN or Inf in a gradient: the block skips the step, or the step raises (which reads the device on every step)"),
+    "on_nonfinite": Option("skip", _choice("skip", "raise"), "for NaN or Inf in a gradient, or an invalid learning rate in a tensor on the device: the block skips the step, or the step raises (which reads the device on every step)"),
     "max_failed_refreshes": Option(3, _count(0), "number of failed refreshes in a row that one block may have"),
     "communication_dtype": Option(None, _optional(_dtype("float32", "bfloat16", "float16", "int8")), "rounds directions for their way to the ranks that store the parameter: `\"float32\"`, `\"bfloat16\"`, `\"float16\"`, or `\"int8\"` with a scale per block; default: not rounded"),
     "blocks": Option("global", _choice("global", "local"), "cut blocks from whole parameters; or from each shard, so that no gradient travels, but results depend on the sharding", structural=True),
@@ -282,7 +288,31 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 FLAGS = ("foreach", "fused", "capturable", "differentiable", "amsgrad")  # of torch's optimizers; not implemented here
-# Arguments of presets, and the option that each becomes. Anywhere else they are mistakes.
+# Names of other optimizers, and the options that each is in Shampoo. First Meta's; those with none have no effect.
+OF_META = {
+    "epsilon": "eps",
+    "weight_decay_type": "weight_decay_mode",
+    "use_bias_correction": "bias_correction",
+    "iterate_averaging_config": "averaging momentum",
+    "grafting_config": "graft",
+    "distributed_config": "communication_dtype num_trainers_per_group",
+    "preconditioner_config": "preconditioner",
+    "use_nesterov": "nesterov",
+    "use_decoupled_weight_decay": "weight_decay_mode",
+    "use_merge_dims": "merge_dims",
+    "inv_root_override": "exponent",
+    "exponent_override": "exponent",
+    "large_dim_method": "large_dim",
+    "preconditioner_dtype": "state_dtype",
+    "precision_config": "state_dtype root_dtype",
+    "grafting_type": "graft",
+    "grafting_beta2": "graft_beta2",
+    "grafting_epsilon": "graft_eps",
+    **dict.fromkeys(("use_pin_memory", "shampoo_pt2_compile_config", "shampoo_runtime_config", "concurrency_config"), ""),
+    **dict.fromkeys(("use_pytorch_compile", "pytorch_compile_backend", "use_protected_eigh", "track_root_inv_residuals"), ""),
+    **dict.fromkeys(("use_dtensor", "dist_strategy", "debug_mode"), ""),
+}
+# Arguments of presets. Anywhere else they are mistakes.
 OF_PRESETS = {
     "factor_eps": "eps",
     "decoupled_weight_decay": "weight_decay_mode",
@@ -291,11 +321,27 @@ OF_PRESETS = {
     "adjust_lr_fn": "polar_scale",
     "max_precond_dim": "max_preconditioner_dim",
     "correct_bias": "bias_correction",
-    "epsilon": "eps",
-    "use_bias_correction": "bias_correction",
-    "grafting_config": "graft",
-    "weight_decay_type": "weight_decay_mode",
-    "preconditioner_config": "preconditioner",
+    **{name: options for name, options in OF_META.items() if options},
+}
+# Of other libraries, and of Meta's first versions. They are mistakes everywhere.
+OF_OTHERS = {
+    "learning_rate": "lr",
+    "beta1": "betas",
+    "beta2": "betas",
+    "wd": "weight_decay",
+    "weight_decouple": "weight_decay_mode",
+    "eps_root": "eps graft_eps",
+    "matrix_eps": "eps",
+    "matrix_epsilon": "eps",
+    "diagonal_epsilon": "graft_eps",
+    "graft_epsilon": "graft_eps",
+    "graft_type": "graft",
+    "block_size": "max_preconditioner_dim",
+    "preconditioning_compute_steps": "precondition_frequency",
+    "adam_w_mode": "weight_decay_mode",
+    "init_delay": "start_preconditioning_step",
+    "threshold": "max_preconditioner_dim",
+    "update_freq": "precondition_frequency",
 }
 STRUCTURAL = tuple(name for name, option in OPTIONS.items() if option.structural)
 
@@ -311,12 +357,43 @@ def whole(name: str, value: Any) -> int:
     return int(_count(1)(name, value))
 
 
-def hint(name: str) -> str:
-    """The end of a message about an unknown option: what was probably meant, if that is clear."""
-    if name in OF_PRESETS:
-        return f"; in Shampoo it is {OF_PRESETS[name]!r}"
-    found = difflib.get_close_matches(name, (*OPTIONS, *OF_PRESETS), n=1, cutoff=0.85)
-    return f"; did you mean {found[0]!r}?" if found else ""
+def hint(name: str, also: Iterable[str] = (), *, sure: bool = False) -> str:
+    """The end of a message about an unknown option: what was probably meant. Names that are ``also`` known may be meant too.
+
+    ``sure``: empty unless that is clear, for places where users may have names of their own.
+    """
+    if name in ARGUMENTS:
+        return "; it is an argument of the constructor, the same for all parameters"
+    if instead := OF_PRESETS.get(name) or OF_OTHERS.get(name):
+        taker = ", and lather.distributed_shampoo takes it as it is" if name in OF_META else ""
+        return f"; in Shampoo it is {' or '.join(map(repr, instead.split()))}{taker}"
+    if name in OF_META and not sure:
+        return "; it has no effect in Shampoo; leave it out"
+    if found := nearest(name, (*also, *OPTIONS, *OF_PRESETS, *(() if sure else ARGUMENTS)), 0.85 if sure else 0.6):
+        return f"; did you mean {found!r}?"
+    return "" if sure else "; docs/options.md has them all"
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
+    """The known name that is most like this one, or has it as a word; None if there is none."""
+    known = list(known)
+    words = [each for each in known if name in each.split("_")] if cutoff < 0.85 else []
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff) or words), None)
+
+
+def refuse_unknown(names: Iterable[str], also: Iterable[str] = ()) -> None:
+    """Refuse names of options that do not exist, as Python would, but with what was probably meant."""
+    for name in names:
+        raise TypeError(f"there is no option {name!r}{hint(name, also)}")
+
+
+def plain(text: str) -> str:
+    """Without Markdown.
+
+    >>> plain("see [algorithm](algorithm.md#averaging), or `None`")
+    'see docs/algorithm.md#averaging, or None'
+    """
+    return re.sub(r"\[[^]]*\]\(([^)]*)\)", r"docs/\1", text).replace("`", "")
 
 
 def markdown() -> str:

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .kinds import KINDS, OF_MATRICES, WRAPPERS, Options, kinds_of
+from .kinds import KINDS, OF_MATRICES, Options, kinds_of
 from .options import OF_PRESETS, OPTIONS, hint
+from .runtime.parameters import WRAPPERS
 
 Rules = Sequence[tuple[str | re.Pattern[str], Options]]
 Kinds = Mapping[str, Options | None]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .methods import GRAFTS, METHODS, Graft, Hyper, Method
-from .options import AUTO, DEFAULT, NESTEROV, OPTIONS, STRUCTURAL, readers
+from .options import AUTO, DEFAULT, NESTEROV, OPTIONS, STRUCTURAL, is_on_host, readers
 
 Group = Mapping[str, Any]
 OFF = {"beta3": None, "exponent": None, "refresh_warmup": 0.0}  # values that switch a default off
@@ -83,6 +83,11 @@ class Settings:
         return self.method if kind == "kronecker" else None
 
     @cached_property
+    def rate_on_device(self) -> bool:
+        """Whether the learning rate is a tensor that the host does not read, so that only the device knows whether it is valid."""
+        return "lr" in self.given and not is_on_host(self.given["lr"])
+
+    @cached_property
     def structure(self) -> tuple[Any, ...]:
         """The options that may not change once training has begun."""
         return tuple(self.given[name] for name in STRUCTURAL)
@@ -102,8 +107,10 @@ def resolve(group: dict[str, Any], last: Settings | None = None) -> Settings:
     Options are validated, and normalised in place. Raises ``ValueError`` for the first that is wrong.
     """
     lr, before = group["lr"], last.given if last is not None else {}
-    in_tensor = isinstance(lr, torch.Tensor)  # read only when it is new: on a device that makes the host wait
-    if not in_tensor and not (type(lr) is float and 0 <= lr < math.inf):
+    # On a device a tensor is read only when it is new, because the host waits for that. Executors look at it on every step.
+    in_tensor = isinstance(lr, torch.Tensor)
+    unread = in_tensor and not is_on_host(lr) and group["on_nonfinite"] != "raise"
+    if not unread and not (type(lr) is float and 0 <= lr < math.inf):
         group["lr"] = OPTIONS["lr"].check("lr", lr)
     if last is not None and in_tensor == ("lr" in before) and all(group[name] is before[name] for name in before):
         return last

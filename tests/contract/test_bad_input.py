@@ -1,6 +1,7 @@
 """Bad input: what the user gets for it, and that nothing else happens."""
 
 import copy
+import importlib
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from paper import PAPER
 from torch import Tensor, nn
 
 import lather
+from lather.options import ARGUMENTS, OF_META, OF_OTHERS, OF_PRESETS, OPTIONS, hint
+from lather.presets import meta
 
 FAST: dict[str, Any] = {"lr": 0.02, "precondition_frequency": 2, "max_preconditioner_dim": 3, "momentum": 0.9}
 FAST |= {"refresh_warmup": 0.0}  # refreshes at even steps only
@@ -150,8 +153,86 @@ def test_misspelt_option_in_a_group(name: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"{name!r}.*{meant!r}"):
         opt.add_param_group({"params": [nn.Parameter(torch.ones(2))], name: 0.5})
     assert len(opt.param_groups) == 1
-    with pytest.raises(TypeError, match=name):
+    with pytest.raises(TypeError, match=f"^there is no option {name!r}; did you mean {meant!r}"):
         lather.Shampoo([w], **{name: 0.5})
+
+
+UNKNOWN: list[tuple[str, str]] = [
+    ("precondition_freqency", "did you mean 'precondition_frequency'?"),
+    ("preconditon_frequency", "did you mean 'precondition_frequency'?"),
+    ("epsilon", "in Shampoo it is 'eps', and lather.distributed_shampoo takes it as it is"),
+    ("eps_root", "in Shampoo it is 'eps' or 'graft_eps'"),
+    ("block_size", "in Shampoo it is 'max_preconditioner_dim'"),
+    ("learning_rate", "in Shampoo it is 'lr'"),
+    ("beta1", "in Shampoo it is 'betas'"),
+    ("grafting_config", "in Shampoo it is 'graft', and lather.distributed_shampoo takes it as it is"),
+    ("grafting_type", "in Shampoo it is 'graft', and lather.distributed_shampoo takes it as it is"),
+    ("use_merge_dims", "in Shampoo it is 'merge_dims', and lather.distributed_shampoo takes it as it is"),
+    ("inv_root_override", "in Shampoo it is 'exponent', and lather.distributed_shampoo takes it as it is"),
+    ("distributed_config", "in Shampoo it is 'communication_dtype' or 'num_trainers_per_group', and lather.distributed_shampoo"),
+    ("graft_epsilon", "in Shampoo it is 'graft_eps'"),
+    ("update_freq", "in Shampoo it is 'precondition_frequency'"),
+]
+LOOSE: list[tuple[str, str]] = [  # where every unknown name is a mistake
+    ("frequency", "did you mean 'precondition_frequency'?"),
+    ("use_pin_memory", "it has no effect in Shampoo; leave it out"),
+    ("weights_decay_mod", "did you mean 'weight_decay_mode'?"),
+    ("stage", "did you mean 'stages'?"),
+    ("colour", "docs/options.md has them all"),
+]
+
+
+@pytest.mark.parametrize(("name", "words"), [*UNKNOWN, *LOOSE], ids=str)
+def test_an_unknown_option_names_what_was_meant(name: str, words: str) -> None:
+    """Wherever options are given."""
+    w, model = nn.Parameter(torch.ones(2, 2)), nn.Linear(2, 2)
+    makes: list[Callable[..., Any]] = [
+        lather.Shampoo,
+        lather.from_adamw,
+        lather.from_sgd,
+        lather.low_memory,
+        lather.muon,
+        lather.soap,
+    ]
+    for make in makes:
+        with pytest.raises(TypeError) as error:
+            make([w], **{name: 0.5})
+        assert str(error.value).startswith(f"there is no option {name!r}; {words}")
+    with pytest.raises(ValueError) as wrong:
+        lather.plan({"w": (2, 2)}, **{name: 0.5})
+    assert str(wrong.value).startswith(f"unknown option {name!r}; {words}")
+    with pytest.raises(ValueError) as wrong:
+        lather.Shampoo(lather.route(model, [("weight", {name: 0.5})]))
+    assert f" has the unknown option {name!r}; {words}" in str(wrong.value)
+    for make in makes if (name, words) in UNKNOWN else ():
+        with pytest.raises(ValueError) as wrong:
+            make([{"params": [w], name: 0.5}])
+        assert str(wrong.value).startswith(f"param group has the unknown option {name!r}; {words}")
+
+
+def test_names_of_your_own_in_param_groups() -> None:
+    """As in torch, if they are no option's, nor nearly."""
+    own = {"stage": 1, "colour": "red", "lr_scale": 0.5, "name": "head", "use_pin_memory": True, "frequency": 3}
+    group = lather.Shampoo([{"params": [nn.Parameter(torch.ones(2, 2))], **own}]).param_groups[0]
+    assert {name: group[name] for name in own} == own
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_of_the_constructor_in_a_group(name: str) -> None:
+    w = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ValueError, match=f"unknown option {name!r}; it is an argument of the constructor"):
+        lather.Shampoo([{"params": [w], name: 1}])
+    with pytest.raises(ValueError, match=f"unknown option {name!r}; it is an argument of the constructor"):
+        lather.route(nn.Linear(2, 2), [("weight", {name: 1})])
+
+
+def test_every_name_of_metas_is_known() -> None:
+    preset = importlib.import_module("lather.presets.distributed_shampoo")
+    names = {*meta.READERS, *preset.OLD_GRAFT, *preset.IGNORED, *preset.LATER}
+    for name in names - OPTIONS.keys() - ARGUMENTS.keys():
+        assert "in Shampoo it is" in hint(name) or "it has no effect in Shampoo" in hint(name), name
+    for text in (*OF_META.values(), *OF_PRESETS.values(), *OF_OTHERS.values()):
+        assert all(option in OPTIONS or option in ARGUMENTS for option in text.split())
 
 
 IDLE: list[tuple[str, dict[str, Any]]] = [
@@ -376,6 +457,69 @@ def test_a_factor_that_does_not_fit() -> None:
     assert len(opt.state) == 0
     opt.param_groups[0].update(max_preconditioner_dim=64, large_dim="diagonal")
     assert opt.plan().state_bytes < 2**30
+
+
+# A learning rate in a tensor, changed in place.
+
+RATES = [NAN, INF, -1.0]
+
+
+@pytest.mark.parametrize("bad", RATES)
+def test_a_learning_rate_that_becomes_wrong_in_place(bad: float) -> None:
+    """As a number that is wrong: an error, nothing changes, and training goes on with the next one."""
+    params, clean = parameters(), parameters()
+    lr = torch.tensor(0.02)
+    opt, other = (lather.Shampoo(each.items(), **FAST | {"lr": rate}) for each, rate in ((params, lr), (clean, lr.clone())))
+    train(opt, params, 3)
+    train(other, clean, 3)
+    set_grads(params, 3)
+    with pytest.raises(ValueError, match=r"^lr=.*at least 0 and finite"):
+        lr.fill_(bad)
+        opt.step()
+    lr.fill_(0.02)
+    train(opt, params, 3, 3)
+    train(other, clean, 3, 3)
+    assert_same([snapshot(opt, p) for p in params.values()], [snapshot(other, p) for p in clean.values()])
+    assert opt.param_groups[0]["peak_lr"] == other.param_groups[0]["peak_lr"]
+
+
+@pytest.mark.parametrize("bad", RATES)
+@pytest.mark.parametrize("options", [{"weight_decay": 0.1, "weight_decay_mode": "corrected"}, {"preconditioner": "soap"}], ids=str)
+def test_a_wrong_learning_rate_on_the_device(bad: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host does not know, so all blocks skip the step and are counted, as for a gradient that is not finite."""
+    for module in ("settings", "storage.update"):
+        monkeypatch.setattr(f"lather.{module}.is_on_host", lambda tensor: False)
+    params, lr = parameters(), torch.tensor(0.02)
+    opt = lather.Shampoo(params.items(), **FAST | options | {"lr": lr})
+    train(opt, params, 3)
+    before, peak = [snapshot(opt, p) for p in params.values()], float(opt.param_groups[0]["peak_lr"])
+    lr.fill_(bad)
+    with pytest.warns(lather.NumericalWarning, match="had a gradient .* or a learning rate that is NaN") as caught:
+        train(opt, params, 2, 3)
+    assert len(caught) == len(params)
+    for (w, state), (old, kept) in zip([snapshot(opt, p) for p in params.values()], before, strict=True):
+        assert state.pop("step") == 5 and kept.pop("step") == 3
+        assert_same((w, strip(state)), (old, strip(kept)))
+    assert {name: found["skipped"] for name, found in opt.health().items()} == dict.fromkeys(params, 2)
+    assert float(opt.param_groups[0]["peak_lr"]) == peak
+    lr.fill_(0.02)
+    train(opt, params, 2, 5)
+    assert all(p.isfinite().all() and not torch.equal(p, old) for p, (old, _) in zip(params.values(), before, strict=True))
+
+
+def strip(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without what a refresh makes from the rest."""
+    return {key: value for key, value in state.items() if key[0] not in "XQ"}
+
+
+def test_raising_reads_a_learning_rate_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lather.settings.is_on_host", lambda tensor: False)
+    params, lr = parameters(), torch.tensor(0.02)
+    opt = lather.Shampoo(params.items(), on_nonfinite="raise", **FAST | {"lr": lr})
+    train(opt, params, 2)
+    lr.fill_(NAN)
+    with pytest.raises(ValueError, match=r"^lr="):
+        train(opt, params, 1, 2)
 
 
 # Gradients.

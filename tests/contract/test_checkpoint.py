@@ -1,6 +1,7 @@
 """Checkpoints: bitwise resume through every door, live memory kept, and loads that are refused."""
 
 import copy
+import gc
 import io
 import math
 from collections.abc import Callable, Iterable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.utils._pytree
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as api
 
@@ -245,6 +247,171 @@ def test_saving_before_the_first_step() -> None:
     train(opt, 5)
     train(fresh, 5)
     assert_same(snapshot(fresh), snapshot(opt))
+
+
+# One parameter's state, and whose it is.
+
+
+def size_of_file(saved: Any) -> int:
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    return buffer.tell()
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"averaging": "schedule_free", "betas": (0.0, 0.9)}], ids=str)
+def test_the_state_of_one_parameter_is_saved_alone(options: dict[str, Any]) -> None:
+    """Not with the bank that it lies in. A checkpoint still shares memory with the optimizer."""
+    params = [nn.Parameter(torch.randn(32, 32)) for _ in range(40)]
+    opt = lather.Shampoo(params, max_preconditioner_dim=16, **options)
+    train(opt, 3)
+    saved = opt.state_dict()["state"]
+    for entry in (saved[0], saved[17], {0: saved[39]}, [saved[5]["L0.1"]], [saved[5]["step"]]):
+        values = list(torch.utils._pytree.tree_leaves(entry))
+        assert size_of_file(entry) < sum(v.nbytes for v in values) + 400 * len(values) + 2000
+    for p, entry in zip(params, saved.values(), strict=True):
+        assert all(entry[k].data_ptr() == v.data_ptr() for k, v in opt.state[p].items() if k != "y")
+        assert_same({k: v for k, v in entry.items() if k != "y"}, {k: v for k, v in opt.state[p].items() if k != "y"})
+    views = [v for entry in saved.values() for v in entry.values()]
+    assert size_of_file(opt.state_dict()) < sum(v.nbytes for v in views) + 500 * len(views) + 10_000
+
+
+def test_a_saved_state_outlives_the_optimizer() -> None:
+    _, opt, _, fresh = pair(4)
+    saved, copied = opt.state_dict(), copy.deepcopy(opt.state_dict())
+    del opt
+    gc.collect()
+    assert_same(saved["state"], copied["state"])
+    fresh.load_state_dict(saved)
+
+
+def named(*names: str, values: dict[str, Tensor] | None = None, **options: Any) -> lather.Shampoo:
+    """An optimizer of equal shapes in this order, or in these param groups, which are separated by "|"."""
+    values = values or {name: torch.randn(5, 4, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("abcd")}
+    groups: list[Any] = [{"params": []}]
+    for name in names:
+        if name == "|":
+            groups.append({"params": []})
+        else:
+            groups[-1]["params"].append((name, nn.Parameter(values[name[-1]].clone())))
+    return lather.Shampoo(groups, lr=0.01, **FAST | options)
+
+
+def by_name(opt: lather.Shampoo) -> dict[str, Any]:
+    return {name[-1]: found for name, found in zip(names_of(opt), snapshot(opt), strict=True)}
+
+
+def names_of(opt: lather.Shampoo) -> list[str]:
+    return [name for group in opt.param_groups for name in group["param_names"]]
+
+
+def train_by_name(opt: lather.Shampoo, steps: int, start: int = 0) -> None:
+    for t in range(start, start + steps):
+        for name, p in zip(names_of(opt), all_params(opt), strict=True):
+            w = p.detach()
+            p.grad = (w + 0.1 * t).sin() * (1 + "abcd".index(name[-1]))
+        opt.step()
+
+
+WRAPPED = ("module.a", "module.b", "module.c", "module.d")
+ORDERS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
+    (("a", "b"), ("b", "a")),
+    (("a", "b", "c", "d"), ("d", "b", "a", "c")),
+    (("a", "b", "|", "c", "d"), ("b", "a", "|", "d", "c")),
+    (("a", "b", "c", "d"), WRAPPED[::-1]),
+    (WRAPPED, ("b", "a", "d", "c")),
+    (("module.module.a", "module.module.b"), ("module.b", "module.a")),
+    (("_orig_mod.a", "_orig_mod.module.b"), ("module.b", "a")),
+]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(("before", "after"), ORDERS, ids=str)
+def test_parameters_are_found_by_name(before: tuple[str, ...], after: tuple[str, ...], momentum: float) -> None:
+    """Their order in a param group, and the names that torch's wrappers add, do not matter."""
+    opt = named(*before, momentum=momentum)
+    train_by_name(opt, 4)
+    other = named(*after, values={name: w for name, (w, _) in by_name(opt).items()}, momentum=momentum)
+    other.load_state_dict(through_file(opt.state_dict()))
+    assert names_of(other) == [name for name in after if name != "|"]
+    assert_same(by_name(other), by_name(opt))
+    train_by_name(opt, 4, 4)
+    train_by_name(other, 4, 4)
+    assert_same(by_name(other), by_name(opt))
+
+
+OTHERS: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
+    (("a", "b"), ("a", "c"), "param group 0 .* 'b' .*the optimizer has 'c'"),
+    (("a", "b"), ("c", "d"), "param group 0 .* 'a', 'b' .*the optimizer has 'c', 'd'"),
+    (("a", "b", "|", "c", "d"), ("a", "c", "|", "b", "d"), "param group 0 .* 'b' .*the optimizer has 'c'.*param group 1"),
+    (("a", "|", "b"), ("b", "|", "a"), "param group 0 .* 'a' .*the optimizer has 'b'.*param group 1"),
+]
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(("before", "after", "words"), OTHERS, ids=str)
+def test_other_names_are_refused(before: tuple[str, ...], after: tuple[str, ...], words: str, steps: int) -> None:
+    """And the way out is told: without names, a checkpoint is loaded by position."""
+    opt, other = named(*before), named(*after)
+    train_by_name(opt, 4)
+    train_by_name(other, steps)
+    saved, kept = opt.state_dict(), snapshot(other)
+    with pytest.raises(ValueError, match=f"{words}.*'param_names'"):
+        other.load_state_dict(saved)
+    assert_same(snapshot(other), kept)
+    for group in saved["param_groups"]:
+        del group["param_names"]
+    other.load_state_dict(saved)
+    assert_same([state for _, state in snapshot(other)], [state for _, state in snapshot(opt)])
+
+
+def test_without_names_the_position_counts() -> None:
+    opt = named("a", "b")
+    train_by_name(opt, 4)
+    other = lather.Shampoo([nn.Parameter(w) for w, _ in snapshot(opt)], lr=0.01, **FAST)
+    other.load_state_dict(opt.state_dict())
+    assert_same(snapshot(other), snapshot(opt))
+    back = named("b", "a")
+    unnamed = other.state_dict()
+    for group in unnamed["param_groups"]:
+        group.pop("param_names", None)
+    back.load_state_dict(unnamed)
+    assert_same([state for _, state in snapshot(back)], [state for _, state in snapshot(opt)])
+    assert names_of(back) == ["b", "a"]
+
+
+@pytest.mark.parametrize("how", [{}, {"flatten_optimizer_state_dict": True}, {"full_state_dict": True}], ids=str)
+def test_another_order_through_torchs_api(how: dict[str, Any]) -> None:
+    """It finds parameters by name itself, and leaves the names of the file in the groups."""
+    model, other = nn.Module(), nn.Module()
+    opt = named("a", "b")
+    for name, p in zip("ab", all_params(opt), strict=True):
+        model.register_parameter(name, p)
+    train_by_name(opt, 4)
+    fresh = named("b", "a", values={name: w for name, (w, _) in by_name(opt).items()})
+    for name, p in zip("ba", all_params(fresh), strict=True):
+        other.register_parameter(name, p)
+    options = api.StateDictOptions(**how)
+    api.set_optimizer_state_dict(other, fresh, api.get_optimizer_state_dict(model, opt, options=options), options=options)
+    assert_same(by_name(fresh), by_name(opt))
+    assert names_of(fresh) == ["b", "a"]
+
+
+@pytest.mark.parametrize("make", [lather.Shampoo, lather.from_adamw, lather.muon])
+def test_all_parameters_frozen(make: Callable[..., lather.Shampoo]) -> None:
+    """There is nothing to do, and everything works."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)).requires_grad_(False)
+    opt = make(model, lr=0.1)
+    for _ in range(2):
+        assert opt.plan().params == [] and str(opt.plan())
+        opt.step()
+        opt.consolidate_state_dict()
+        opt.load_state_dict(through_file(opt.state_dict()))
+        assert not opt.state and not opt.health()
+    model.requires_grad_(True)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()
+    assert len(opt.state) == len(opt.plan().params) == 4
 
 
 # torch.distributed.checkpoint in one process.

@@ -10,10 +10,11 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch._dynamo
 from paper import PAPER
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -337,6 +338,72 @@ def test_a_missing_gradient_leaves_a_parameter_alone() -> None:
     assert opt.state[params["weight"]]["step"] == 6
     assert opt.state[params["twin"]]["step"] == 9
     assert_same(params["weight"], lone["weight"])
+
+
+# Compiled.
+
+
+def compiled(how: str, graphs: list[torch.fx.GraphModule]) -> list[Tensor]:
+    """Parameters after steps of a small model, with or without torch.compile from the first step on."""
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    opt = lather.Shampoo(model, **FAST | {"precondition_frequency": 2, "momentum": 0.9})
+    x = torch.randn(8, 6)
+    step = torch.compile(opt.step, backend=backend) if how in ("step", "closure") else opt.step
+    step = torch.compile(opt.step) if how == "by default" else step
+
+    def loss() -> Tensor:
+        opt.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def train_step() -> Tensor:
+        if how == "closure":
+            return cast(Tensor, step(loss))
+        found = loss()
+        step()
+        return found
+
+    run = torch.compile(train_step, backend=backend) if how == "train step" else train_step
+    losses = [run() for _ in range(7)]
+    assert losses[-1] != losses[0]
+    return [*losses, *(p.detach() for p in model.parameters())]
+
+
+@pytest.mark.filterwarnings("ignore")  # what torch says when torch.compile is used
+@pytest.mark.parametrize("how", ["step", "closure", "train step", "by default"])
+def test_compiled_is_the_same_bit_for_bit(how: str) -> None:
+    """Forward and backward may be compiled, the optimizer's step is not."""
+    graphs: list[torch.fx.GraphModule] = []
+    torch._dynamo.reset()
+    assert_same(compiled(how, graphs), compiled("eager", []))
+    assert len(graphs) <= (2 if how == "train step" else 0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_graph_of_everything_is_refused() -> None:
+    """And the message has the reason."""
+    w = nn.Parameter(torch.ones(3, 2))
+    w.grad = torch.ones(3, 2)
+    opt = lather.Shampoo([w])
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Shampoo\.step.* should not be traced"):
+        torch.compile(opt.step, backend="eager", fullgraph=True)()
+    assert torch.equal(w, torch.ones(3, 2))
+
+
+def test_a_warning_of_a_step_points_to_the_line_that_called_it() -> None:
+    w = nn.Parameter(torch.ones(3, 2))
+    w.grad = torch.full((3, 2), math.nan)
+    with pytest.warns(lather.NumericalWarning) as seen:
+        lather.Shampoo([w]).step()
+    assert seen[0].filename == __file__
 
 
 # Copies.

@@ -206,6 +206,25 @@ def test_nonfinite_gradient_is_reported_later():
         run(opt, params, 4, 60)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.9, "weight_decay": 0.1, "weight_decay_mode": "corrected"}, SOAP, KL], ids=str
+)
+def test_a_wrong_learning_rate_is_reported_later(options):
+    """It is on the device, so the host does not know. Nothing moves, and nothing waits."""
+    lr = torch.tensor(0.05, device="cuda")
+    opt, params, _ = make(**options | {"lr": lr})
+    run(opt, params, 1, 5)
+    before = [p.detach().clone() for p in params]
+    lr.fill_(torch.nan)
+    run_unsynchronised(opt, params, (5, 6, 7))
+    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+    lr.fill_(0.05)
+    with pytest.warns(lather.NumericalWarning, match="learning rate"):
+        run(opt, params, 8, 60)
+    assert all(p.isfinite().all() and not torch.equal(p, q) for p, q in zip(params, before, strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:the root of block")  # which comes as well
 def test_an_error_in_a_thread_is_a_failed_refresh(monkeypatch):
     opt, params, _ = make(root_device="cpu", refresh_delay=2)

@@ -382,6 +382,27 @@ def test_learning_rate_on_the_device():
     assert all(torch.equal(p, q) for p, q in zip(number, tensor, strict=True))
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -1.0])
+def test_a_wrong_learning_rate_on_the_device_is_left_out(bad, monkeypatch):
+    """The host does not know it. All blocks keep their bits and are counted."""
+    for module in ("settings", "storage.update"):
+        monkeypatch.setattr(f"lather.{module}.is_on_host", lambda tensor: False)
+    params, lr = parameters(WHOLE), torch.tensor(0.05)
+    opt = run(params, 1, 4, WHOLE, lr=lr, momentum=0.9, weight_decay=0.1, weight_decay_mode="corrected")
+    weights, memory = ([x.detach().clone() for x in some] for some in (params, [opt.state[p]["momentum"] for p in params]))
+    factors = {p: opt.state[p]["L0.0"].clone() for p in params[:-1]}
+    lr.fill_(bad)
+    with pytest.warns(lather.NumericalWarning, match="learning rate"):
+        take(opt, params, gradients(4, WHOLE))
+    for p, w, m in zip(params, weights, memory, strict=True):
+        assert torch.equal(p, w) and torch.equal(opt.state[p]["momentum"], m)
+    assert all(torch.equal(opt.state[p]["L0.0"], old) for p, old in factors.items())
+    assert [found["skipped"] for found in opt.health().values()] == [1] * len(params)
+    lr.fill_(0.05)
+    take(opt, params, gradients(5, WHOLE))
+    assert all(p.isfinite().all() and not torch.equal(p, q) for p, q in zip(params, weights, strict=True))
+
+
 def test_numbers_change_between_steps():
     params = parameters()
     opt, twin = pair(params, momentum=0.5, weight_decay=0.1)

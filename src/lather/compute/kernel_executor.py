@@ -291,8 +291,8 @@ class KernelExecutor(Executor[Seen]):
         reading |= {"COUPLED": v.coupled, "GRAD": _type(v.grad), "PARAM": _type(v.param)}
         tables.launch(kernels.size_of_gradients, reading, tables.tile_sums)
         kernels.look_at_gradients[self.n,](
-            tables.slots, tables.tile_sums, b.active, tables.skip_counters, b.alive, b.scale, self.n, BLOCK=REDUCE,
-            num_warps=1,
+            tables.slots, tables.tile_sums, b.active, tables.skip_counters, b.alive, b.scale, self.n, b.numbers,
+            BLOCK=REDUCE, num_warps=1,
         )  # fmt: skip
         if v.clear:
             self._memory["halves"].zero_()

@@ -10,6 +10,7 @@ from ..linalg import from_host, norms, per_slot, rescale
 from ..methods import Context, Kronecker, filter_gradient
 from ..planning.schedule import started_slots
 from ..settings import Settings
+from ..storage.update import is_rate
 from .executor import Executor, Job
 from .refresh import Due, refresh
 from .slices import BoundSlice
@@ -41,7 +42,9 @@ class TorchExecutor(Executor[Seen]):
     def take_in(self, job: Job, stacks: Sequence[Tensor | None]) -> Seen:
         bank, (grads,) = self._bank, stacks
         assert grads is not None
-        alive = norms(grads).isfinite()
+        alive, lr = norms(grads).isfinite(), job.step.rates[self.key.group].lr
+        if isinstance(lr, Tensor):
+            alive &= is_rate(lr).to(alive.device)
         if all(job.active):
             bank.skipped += alive.logical_not()
         else:

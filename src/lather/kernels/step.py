@@ -77,15 +77,16 @@ def _total(partial, slots, slot, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def look_at_gradients(slots, partial, active, counts, alive, scale, n, BLOCK: tl.constexpr):
-    """``alive[slot]`` is 1 if the slot has a gradient, and both the gradient and its square are finite.
+def look_at_gradients(slots, partial, active, counts, alive, scale, n, numbers, BLOCK: tl.constexpr):
+    """``alive[slot]`` is 1 if the slot has a gradient, both the gradient and its square are finite, and the learning rate is valid.
 
     ``scale[slot]`` is the power of two that brings the gradient's norm into [2^14, 2^15): halves do not overflow, and few
-    vanish. ``counts`` are addresses of counters of gradients that are not finite.
+    vanish. ``counts`` are addresses of counters of steps that were skipped.
     """
     slot = tl.program_id(0)
     total = _total(partial, slots, slot, n, BLOCK)
-    fine = total < float("inf")  # false for NaN as well
+    lr = _number(numbers, LR)  # the host has checked it, unless it is a tensor on the device
+    fine = (total < float("inf")) & (lr >= 0) & (lr < float("inf"))  # false for NaN as well
     on = tl.load(active + slot) != 0
     skipped = tl.load(counts + slot).to(tl.pointer_type(tl.int32))
     tl.store(skipped, tl.load(skipped) + (on & (fine == 0)).to(tl.int32))

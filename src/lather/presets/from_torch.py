@@ -3,13 +3,13 @@
 ``params`` may be a model, or parameters or param groups as torch's optimizers take them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..optimizer import Shampoo
-from ..options import ARGUMENTS, FLAGS, OPTIONS, hint
+from ..options import ARGUMENTS, FLAGS, OPTIONS, refuse_unknown
 from ..routing import route
 
 Translate = Callable[[Mapping[str, Any]], dict[str, Any]]  # another optimizer's arguments -> options of Shampoo
@@ -163,14 +163,12 @@ def preset(given: dict[str, Any], translate: Translate, **recipe: Any) -> Shampo
     """``Shampoo`` from all arguments of a preset, which are its ``locals()``."""
     params, options = given.pop("params"), given.pop("options")
     groups = [translate(item) if isinstance(item, dict) else item for item in listed(params)]
-    return build(groups, recipe | translate(given | options))
+    return build(groups, recipe | translate(given | options), given)
 
 
-def build(params: Any, options: Mapping[str, Any]) -> Shampoo:
-    """``Shampoo``. An argument of another preset is an unknown option here."""
-    for name in options:
-        if name not in (*OPTIONS, *ARGUMENTS, *FLAGS):
-            raise TypeError(f"there is no option {name!r}{hint(name)}")
+def build(params: Any, options: Mapping[str, Any], arguments: Iterable[str]) -> Shampoo:
+    """``Shampoo``. An argument of another preset than this one, which has these ``arguments``, is an unknown option here."""
+    refuse_unknown((name for name in options if name not in (*OPTIONS, *ARGUMENTS, *FLAGS)), arguments)
     return Shampoo(params, **options)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..optimizer import Shampoo
-from ..options import OPTIONS
+from ..options import OPTIONS, hint
 from ..roots import NewtonSchulz
 from ..routing import has_no_matrices
 from .from_torch import IGNORED, REFUSED, build, carry, listed, plain
@@ -49,8 +49,9 @@ def muon(
     given = dict(locals())
     others = carry(ADAMW | _checked(given.pop("adamw") or {}))
     params, options = given.pop("params"), given.pop("options")
+    arguments = (*given, "adamw")
     given |= options
-    return build(_groups(listed(params), given, others), _muon(given))
+    return build(_groups(listed(params), given, others), _muon(given), arguments)
 
 
 def _muon(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,5 +120,5 @@ def _checked(adamw: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"adamw={adamw!r} must be a mapping such as {{'lr': 3e-4, 'betas': (0.9, 0.95)}}")
     for name in adamw:
         if name not in {*ADAMW, *IGNORED, *REFUSED, *OPTIONS, "factor_eps"}:
-            raise ValueError(f"adamw has the unknown option {name!r}; it takes AdamW's ({', '.join(ADAMW)}) and Shampoo's")
+            raise ValueError(f"adamw has the unknown option {name!r}{hint(name, ADAMW)}")
     return dict(adamw)

@@ -28,6 +28,7 @@ from ..planning.plan import BankKey, Plan
 from ..storage import averaging
 from ..storage.averaging import Views
 from ..storage.tensors import is_dtensor, local
+from .parameters import WRAPPERS
 from .ranks import Comm
 
 
@@ -118,6 +119,45 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
                 )
 
 
+def ids_by_name(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The saved parameter for every live one: by name within a param group where both have names, else by position.
+
+    ``torch.distributed.checkpoint`` has names for ids, has put them in the live order, and leaves the file's order of names.
+    """
+    found: list[Any] = []
+    for number, (theirs, mine) in enumerate(zip(saved, live, strict=True)):
+        names, ours = (_plain(group.get("param_names") or ()) for group in (theirs, mine))
+        by_torch = any(isinstance(i, str) for i in theirs["params"])
+        if by_torch or not names or not ours:
+            found += theirs["params"]
+            continue
+        bare, our_bare = ([name.removeprefix("module.") for name in some] for some in (names, ours))  # one may come from DDP
+        pairs = [each for each in ((names, ours), (bare, ours), (names, our_bare)) if sorted(each[0]) == sorted(each[1])]
+        if not pairs:
+            raise ValueError(_other_names(number, names, ours, saved))
+        ids: dict[str, list[Any]] = {}
+        for name, i in zip(pairs[0][0], theirs["params"], strict=True):
+            ids.setdefault(name, []).append(i)
+        found += [ids[name].pop(0) for name in pairs[0][1]]
+    return found
+
+
+def _plain(names: Iterable[str]) -> list[str]:
+    return [WRAPPERS.sub("", name) for name in names]
+
+
+def _other_names(number: int, names: Sequence[str], ours: Sequence[str], saved: Sequence[Mapping[str, Any]]) -> str:
+    """Which names do not match, where the checkpoint has them, and what to do."""
+    extra, missing = [name for name in names if name not in ours], [name for name in ours if name not in names]
+    groups = [g for g, group in enumerate(saved) if {*_plain(group.get("param_names") or ())} & {*missing}]
+    moved = f" (in the checkpoint they are in param group {', '.join(map(str, groups))})" if groups else ""
+    return (
+        f"param group {number} of the checkpoint has the parameters {_few(extra)} where the optimizer has {_few(missing)}{moved}; "
+        "build the optimizer from the same model with the same param groups. If parameters were only renamed, delete "
+        "'param_names' from the checkpoint's param groups, and it is loaded by position"
+    )
+
+
 def check_states(entries: Sequence[Mapping[str, Any]], plan: Plan, places: Sequence[int]) -> None:
     """Refuse saved state that does not fit the plan. It may be that of this rank, which has these places, or that of all ranks."""
     needed, known = expected_shapes(plan, plan.banks_of(places)), expected_shapes(plan, plan.all_banks())
@@ -163,6 +203,24 @@ def copy_state(saved: Mapping[str, Any], live: Mapping[str, Any], stored: Region
             source = source[tuple(map(slice, stored.start, stored.stop))]
         if source.numel() and source.data_ptr() != target.data_ptr():
             target.copy_(source)
+
+
+def apart(state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
+    """The same memory, in tensors that ``torch.save`` writes alone. It writes a view with all of its bank.
+
+    They are not in ``opt.state`` itself: whatever moves such a tensor to other memory, as ``share_memory_()`` does, parts it from
+    its bank.
+    """
+    return {p: {k: _alone(v) if isinstance(v, Tensor) else v for k, v in entry.items()} for p, entry in state.items()}
+
+
+def _alone(view: Tensor) -> Tensor:
+    if is_dtensor(view) or view.layout is not torch.strided or not view.is_contiguous():
+        return view
+    memory, start = view.untyped_storage(), view.storage_offset() * view.itemsize
+    if memory.nbytes() == view.nbytes:
+        return view
+    return view.new_empty(0).set_(memory[start : start + view.nbytes], 0, view.shape, view.stride())
 
 
 def collect(

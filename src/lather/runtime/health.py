@@ -67,13 +67,14 @@ class Health:
             if failed:
                 self._warn(f"the root of block {block.index} of parameter {name} could not be refreshed; its last one is kept")
             if skipped:
-                self._warn(f"parameter {name} had a gradient with NaN or Inf; its affected blocks were not updated")
+                rate = " or a learning rate that is NaN, infinite or negative" if settings.rate_on_device else ""
+                self._warn(f"parameter {name} had a gradient with NaN or Inf{rate}; its affected blocks were not updated")
 
     def _warn(self, message: str, once: str | None = None) -> None:
         """Only the first time for each message, or for each ``once``."""
         if (once or message) not in self._reported:
             self._reported.add(once or message)
-            warnings.warn(message, NumericalWarning, stacklevel=8)  # the line that called opt.step()
+            warnings.warn(message, NumericalWarning, stacklevel=10)  # the line that called opt.step()
 
     def _read(self, bank: Bank) -> Counts | None:
         """Counts that have arrived since they were asked for. Asks for new ones."""

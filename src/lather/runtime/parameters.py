@@ -1,5 +1,6 @@
 """From param groups to specs: which parameters there are, which ranks store each, and which share the work on it."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..settings import dtype_text
 from ..storage.tensors import check_parameter, is_stored, layout_of
 from .ranks import Ranks
 
+WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")  # in names, by torch
 Groups = Sequence[Mapping[str, Any]]
 Item = tuple[int, int, Tensor]  # param group, position in it, parameter
 

@@ -221,13 +221,13 @@ class Session:
             checkpoint.warn_of_parts()
         complete = run.averages.complete(run.steps, groups) if run.averages.members else []
         whole = dict(zip(run.params, complete, strict=False)) | (self.consolidated or {})
-        return state | {p: dict(entry) for p, entry in whole.items()}
+        return checkpoint.apart(state | {p: dict(entry) for p, entry in whole.items()})
 
     def consolidate(self, groups: Groups, state: State, to: int) -> None:
         """Bring the whole state to one rank. A collective."""
         run, world = self.prepare(groups, state, thorough=True), self.world()
         known = {rank for p in run.params for rank in layout_of(p, world)[0]}
-        if to not in known:
+        if run.params and to not in known:
             raise ValueError(f"to={to} does not store these parameters; use one of the ranks {sorted(known)}")
         views = run.averages.complete(run.steps, groups)
         gathered = checkpoint.collect(run.plan, run.banks, views, run.comms, my_rank(), to)
@@ -236,8 +236,8 @@ class Session:
     def load(self, groups: Groups, state: State, state_dict: Mapping[str, Any]) -> None:
         """Copy a checkpoint into the live state. One that does not fit is refused, and changes nothing."""
         saved_state, saved = checkpoint.upgraded(state_dict)
-        ids = [i for group in saved for i in group["params"]]
         checkpoint.check_groups(saved, groups, started=self.started(state))
+        ids = checkpoint.ids_by_name(saved, groups)
         for theirs, mine in zip(saved, groups, strict=True):
             theirs |= {name: mine[name] for name in ("params", "param_names") if name in mine}
         params = [p for group in groups for p in group["params"]]

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..options import is_on_host
 from ..settings import Settings
 from .step import Number, Rate
 
@@ -13,7 +14,7 @@ def number(x: Number) -> Number:
     """A number on the host if that takes no synchronisation. A tensor on an accelerator stays one."""
     if not isinstance(x, Tensor):
         return x
-    return x.reshape(1).tolist()[0] if x.device.type == "cpu" else x.reshape(())
+    return x.reshape(1).tolist()[0] if is_on_host(x) else x.reshape(())
 
 
 def first_peak(lr: Number) -> Number:
@@ -31,9 +32,15 @@ def rate_of(group: dict[str, Any], settings: Settings) -> Rate:
     return Rate(lr, _decay(lr, peak, settings))
 
 
+def is_rate(lr: Tensor) -> Tensor:
+    """Whether a learning rate on the device is valid. Blocks skip a step with one that is not."""
+    return (lr >= 0) & (lr < torch.inf)  # false for NaN
+
+
 def _larger(lr: Number, peak: Number) -> Number:
     if isinstance(lr, Tensor):
-        return lr.clamp(min=peak.to(lr.device) if isinstance(peak, Tensor) else peak)
+        peak = peak.to(lr.device) if isinstance(peak, Tensor) else peak
+        return torch.where((lr > peak) & (lr < torch.inf), lr, peak)  # an invalid rate counts for nothing
     return peak.clamp(min=lr) if isinstance(peak, Tensor) else max(lr, peak)
 
 
