@@ -53,12 +53,13 @@ def test_seed_decides_weights_and_batches() -> None:
 def test_sweep_stars_the_best_of_each_column(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from lather import demo
 
-    monkeypatch.setattr(demo, "GRID", (1e-3, 4e-3))
-    assert main(["demo", "--sweep", "--epochs", "1", "--repeats", "1"]) == 0
+    monkeypatch.setattr(demo, "GRID", (1e-6, 0.032))
+    monkeypatch.setattr(demo, "TARGET_ACCURACY", 0.2)
+    assert main(["demo", "--sweep", "--epochs", "2", "--repeats", "1"]) == 0
     header, *rows = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert header.split() == ["lr", "lather", "AdamW", "SGD"]
-    assert [row.split()[0] for row in rows] == ["0.001", "0.004"]
-    assert sum(row.count("*") for row in rows) == 3
+    assert [row.split()[0] for row in rows] == ["1e-06", "0.032"]
+    assert [row.count("*") for row in rows] == [0, 3]
 
 
 def test_learning_rates_are_from_inside_the_common_grid() -> None:

@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument("--epochs", type=positive, default=15, help="of every run (default %(default)s)")
     demo.add_argument("--repeats", type=positive, default=3, help="runs per optimizer, each with the next seed (default 3)")
     demo.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for demo.png (default %(default)s)")
-    demo.add_argument("--sweep", action="store_true", help="instead: validation loss over the grid of learning rates")
+    demo.add_argument("--sweep", action="store_true", help="instead: steps to the target over the grid of learning rates")
 
     usage = "lather plan MODEL_OR_SHAPES [--ranks N,N,... --shard LAYOUT] [--json] [--OPTION VALUE ...]"
     about = "what would be preconditioned, its memory and work, from shapes alone"
