@@ -151,7 +151,7 @@ def _refuse_pairs(group: Group) -> None:
         )
 
 
-# What a default means beside other options that leave it no room: nothing. Only what a user wrote can be refused.
+# A default is ignored where another option leaves it no room. Only what a user wrote can be refused.
 
 
 def _is_default(group: Group, name: str) -> bool:
