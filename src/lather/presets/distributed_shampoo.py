@@ -58,7 +58,8 @@ def distributed_shampoo(
     equivalent is refused. What only says how the work is done is ignored: compilation, pinned memory, load balancing,
     ``communicate_params`` and the kind of ``distributed_config``, because layouts are found by themselves.
 
-    With ``model.parameters()`` all parameters are treated the same, as in Meta's package. A model is grouped by kind, as in all presets.
+    With ``model.parameters()`` all parameters are treated the same, as in Meta's package. A model is grouped by kind, as in all
+    presets.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(8, 4)
