@@ -1,6 +1,7 @@
 """Distributed Shampoo for PyTorch."""
 
 from ._version import __version__
+from .monitor import Monitor
 from .optimizer import Shampoo
 from .presets import distributed_shampoo, from_adagrad, from_adam, from_adamw, from_sgd, low_memory, muon, soap
 from .report.plan import PlanReport, plan
@@ -9,7 +10,7 @@ from .routing import route
 from .runtime.health import NumericalWarning
 
 __all__ = [
-    "Eigh", "HigherOrder", "Minimax", "Newton", "NewtonSchulz", "NumericalWarning", "PlanReport", "PolarExpress", "Qr", "Shampoo",
-    "Svd", "Track", "__version__", "distributed_shampoo", "from_adagrad", "from_adam", "from_adamw", "from_sgd", "low_memory",
-    "muon", "plan", "route", "soap",
+    "Eigh", "HigherOrder", "Minimax", "Monitor", "Newton", "NewtonSchulz", "NumericalWarning", "PlanReport", "PolarExpress", "Qr",
+    "Shampoo", "Svd", "Track", "__version__", "distributed_shampoo", "from_adagrad", "from_adam", "from_adamw", "from_sgd",
+    "low_memory", "muon", "plan", "route", "soap",
 ]  # fmt: skip

@@ -194,6 +194,25 @@ def norms(x: Tensor) -> Tensor:
     return cast(Tensor, torch.linalg.vector_norm(x.flatten(1), dim=1))
 
 
+def probe(a: Tensor) -> Tensor:
+    """Vectors of signs ``[n, d, 1]`` for matrices ``a [n, d, d]``, as good as random ones and always the same."""
+    k = torch.arange(1, a.shape[-1] + 1, dtype=a.dtype, device=a.device)
+    return (k * k).sin().sign().view(1, -1, 1).expand(a.shape[0], -1, 1)
+
+
+def largest_eigenvalue(a: Tensor, iterations: int = 8) -> Tensor:
+    """``[n]``: an estimate from below of the largest eigenvalue of positive semidefinite ``a [n, d, d]``.
+
+    It is found by power iteration, from the column with the largest diagonal element.
+    """
+    column = a.diagonal(dim1=1, dim2=2).argmax(1)
+    x = a.gather(2, column.view(-1, 1, 1).expand(-1, a.shape[1], 1))
+    for _ in range(iterations):
+        x = x / torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min(torch.finfo(a.dtype).tiny)
+        x = a @ x
+    return norms(x)
+
+
 def rescale(x: Tensor, like: Tensor) -> Tensor:
     """Give every slot of ``x`` the norm that it has in ``like``. A zero slot stays zero. One whose norm overflows becomes
     what it is in ``like``."""

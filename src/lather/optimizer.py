@@ -219,6 +219,29 @@ class Shampoo(torch.optim.Optimizer):
         """
         return tally(self._session.run.banks, self._session.run.name_of)
 
+    def arm(self) -> None:
+        """Record the next step for :meth:`metrics`. That step takes longer, and computes the same."""
+        self._session.armed = [_kind_of(rule, number) for number, rule in enumerate(self._rules)]
+
+    @torch.no_grad()
+    def metrics(self, by: str = "parameter", gather: bool = False) -> dict[str, dict[str, Any]]:
+        """What the last armed step did, by parameter or, with ``by="kind"``, by kind of parameter.
+
+        Values are 0-d tensors on the device, of the blocks that this rank owns, and the host does not wait. With ``gather=True``
+        they are numbers, of the blocks of all ranks, which must all call this together. ``docs/diagnostics.md`` explains the
+        metrics. :class:`Monitor` does this every so many steps.
+
+        >>> import torch, lather
+        >>> model = torch.nn.Linear(8, 4)
+        >>> opt = lather.Shampoo(model, lr=1e-2)
+        >>> model(torch.randn(16, 8)).square().mean().backward()
+        >>> opt.arm()
+        >>> opt.step()
+        >>> sorted(opt.metrics()["bias"])
+        ['cosine', 'skipped', 'update']
+        """
+        return self._session.metrics(by, gather)
+
     def plan(self) -> PlanReport:
         """What is preconditioned and how, memory by kind and work per step. Needs no step and allocates nothing."""
         from .report.plan import PlanReport
@@ -276,3 +299,10 @@ class Shampoo(torch.optim.Optimizer):
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         twin._session.process_group = self._session.process_group
         return twin
+
+
+def _kind_of(rule: str, number: int) -> str:
+    """What metrics call the parameters of a param group."""
+    if not rule:
+        return f"param group {number}"
+    return "weights" if rule == "no rule" else rule.removeprefix("kind: ")

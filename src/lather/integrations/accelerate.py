@@ -6,6 +6,7 @@ gathered there, and the hook that accelerate runs on all ranks before it saves i
 
 from typing import Any
 
+from ..monitor import unwrapped
 from ..optimizer import Shampoo
 
 
@@ -56,10 +57,3 @@ def gather(optimizer: Any) -> None:
     opt = unwrapped(optimizer)
     if isinstance(opt, Shampoo) and len(opt._session.world()) > 1 and opt._session.consolidated is None:
         opt.consolidate_state_dict()
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside of accelerate's wrapper."""
-    while not isinstance(optimizer, Shampoo) and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer

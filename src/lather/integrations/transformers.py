@@ -19,6 +19,7 @@ from typing import Any, final
 from transformers import TrainerCallback  # type: ignore[attr-defined,unused-ignore]
 
 from .. import presets
+from ..monitor import Monitor, flat, unwrapped
 from ..optimizer import Shampoo
 from ..routing import NOTHING, Kinds, Rules, route
 from .accelerate import fsdp_plugin, gather, is_full_fsdp
@@ -29,12 +30,38 @@ PRESETS = ("Shampoo", *presets.__all__)
 @final
 class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Gathers the state of a lather optimizer before every checkpoint, so that Trainer saves all of it with several ranks.
+    And logs metrics.
 
-    Put it behind callbacks of your own that set ``control.should_save``. With one process it does nothing.
+    Put it behind callbacks of your own that set ``control.should_save``.
+
+    ``every``, ``to`` and ``by`` are those of :class:`lather.Monitor`. The metrics of a step are kept with Trainer's next log, in
+    ``trainer.state.log_history``. Trainer's own reporters have written that log by then, so pass your TensorBoard writer or
+    Weights & Biases run as ``to``. ``every=None`` turns metrics off.
 
     >>> from lather.integrations.transformers import Callback
     >>> callbacks = [Callback()]  # for Trainer(..., callbacks=callbacks)
     """
+
+    def __init__(self, every: int | None = 100, to: Any = (), by: str = "kind") -> None:
+        self._every, self._to, self._by = every, to, by
+        self._monitor: Monitor | None = None
+        self._logged: Any = None  # the record that was logged last
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.on_train_end(args, state, control)
+        if self._every is not None and isinstance(unwrapped(kwargs.get("optimizer")), Shampoo):
+            self._monitor = Monitor(kwargs["optimizer"], self._every, self._to, self._by)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        record = self._monitor.record if self._monitor else None
+        if record is not None and record is not self._logged and state.log_history:
+            self._logged = record
+            state.log_history[-1].update(flat(record))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._before_saving(args, control.should_save or (decides(args) and control.should_evaluate), kwargs)

@@ -1,7 +1,7 @@
 """Methods on stacks of blocks. To add one: a file, and its class in ``METHODS``; outside of the package, :func:`register`."""
 
 from .base import FULL, Context, Hyper, Method, Stack, State, Transform
-from .filter import FILTER_ROLES, FILTER_SUMS, filter_correction, filter_gradient, init_filter
+from .filter import FILTER_ROLES, FILTER_SUMS, filter_correction, filter_gradient, init_filter, refiltered
 from .grafts import GRAFTS, Graft
 from .kl import KL
 from .shampoo import Kronecker, Shampoo
@@ -24,5 +24,5 @@ def register(method: Method) -> None:
 
 __all__ = [
     "FILTER_ROLES", "FILTER_SUMS", "FULL", "GRAFTS", "METHODS", "Context", "Graft", "Hyper", "Kronecker", "Method", "Stack",
-    "State", "Transform", "filter_correction", "filter_gradient", "init_filter", "register",
+    "State", "Transform", "filter_correction", "filter_gradient", "init_filter", "refiltered", "register",
 ]  # fmt: skip

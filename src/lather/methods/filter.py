@@ -26,6 +26,16 @@ def filter_gradient(state: State, grad: Tensor, ctx: Context) -> Tensor:
     return g_bar / per_slot(filter_correction(ctx), g_bar) if ctx.hyper.bias_correction else g_bar
 
 
+def refiltered(state: State, grad: Tensor, ctx: Context) -> Tensor:
+    """What :func:`filter_gradient` gave for this gradient, after it has changed the state."""
+    beta1, beta3 = ctx.hyper.beta1, ctx.hyper.beta3
+    if beta1 == 0:
+        return grad
+    m = state["m"].to(grad.dtype)
+    g_bar = m if beta3 == beta1 else (m - (1 - beta1) * grad) * (beta3 / beta1) + (1 - beta3) * grad
+    return g_bar / per_slot(filter_correction(ctx), g_bar)
+
+
 def filter_correction(ctx: Context) -> float | Tensor:
     """What the filtered gradient is divided by: ``1 - beta3 beta1^(t-1)``."""
     beta1, beta3 = ctx.hyper.beta1, ctx.hyper.beta3

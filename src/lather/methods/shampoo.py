@@ -14,10 +14,14 @@ from ..linalg import (
     ema_,
     gram,
     gram_diagonal,
+    largest_eigenvalue,
     mode_product,
+    norms,
     pack,
     per_slot,
     positions,
+    power,
+    probe,
     relative_ridge,
     rotate,
     unpack,
@@ -142,6 +146,31 @@ class Kronecker(Method):
     def has_come(self, waiting: Tensor) -> Tensor:
         """``[n]``: whether what waits to be put to use is there."""
         return diagonal_of(waiting)[:, 0] > 0
+
+    def fit(self, a: Tensor, made: Tensor, e: float, hyper: Hyper) -> tuple[Tensor, Tensor]:
+        """How well roots ``made`` of earlier factors fit bias-corrected factors ``a``, for metrics: two estimates ``[n]``.
+
+        The first is the condition number of ``A + eps I``, whose smallest eigenvalue is told by the root. The second is
+        ``||X^(1/2e) (A + eps I) X^(1/2e) - I||_F / sqrt(d)``, which is NaN if ``1 / e`` is not a whole number. Both are found
+        by multiplying vectors.
+        """
+        dtype = torch.promote_types(torch.promote_types(a.dtype, made.dtype), torch.float32)
+        a, x = a.to(dtype), made.to(dtype)
+        ridge = ridge_of(a, hyper)
+        if a.dim() == 2:
+            damped = a + per_slot(ridge, a)
+            return damped.amax(1) / damped.amin(1), (power(damped, e) * x - 1).square().mean(1).sqrt()
+        none = torch.full_like(a[:, 0, 0], torch.nan)
+        if e == 0:
+            return none, none
+        condition = (largest_eigenvalue(a) + ridge) * largest_eigenvalue(x) ** (1 / e)
+        times = round(1 / e)
+        if times != 1 / e:
+            return condition, none
+        z = y = probe(a)
+        for i in range(times + 1):
+            y = a @ y + per_slot(ridge, y) * y if i == times // 2 else x @ y
+        return condition, norms(y - z) / math.sqrt(a.shape[-1])
 
     # Facts.
 

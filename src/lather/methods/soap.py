@@ -107,6 +107,15 @@ class Soap(Kronecker):
         else:
             ema_(state["w"], square, ctx.alive * (1 - beta2))
 
+    def fit(self, a: Tensor, made: Tensor, e: float, hyper: Hyper) -> tuple[Tensor, Tensor]:
+        """The condition number of factors by their diagonals in the bases, and the part of them beside those diagonals."""
+        x = torch.promote_types(a.dtype, torch.float32)
+        a, q = a.to(x), made.to(x)
+        values = (q * product(a, q)).sum(1).clamp_min(0)
+        top, size = values.amax(1), norms(a)
+        beside = (size.square() - values.square().sum(1)).clamp_min(0).sqrt() / size
+        return top / torch.maximum(values.amin(1), top * torch.finfo(x).eps), beside
+
     def ready(self, state: State) -> Tensor:
         return torch.ones(len(state["w"]), dtype=torch.bool, device=state["w"].device)
 

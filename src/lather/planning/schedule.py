@@ -1,5 +1,6 @@
 """When roots are refreshed. The schedule is computed on the host, so a step never has to ask the device."""
 
+import math
 from collections.abc import Sequence
 
 from ..settings import Settings
@@ -24,6 +25,12 @@ def is_due(t: int, settings: Settings, offset: int | None = None) -> bool:
     if offset is None:
         return t == first or (t > first and t % every == 0)
     return t >= first and t % every == offset % every
+
+
+def age(t: int, settings: Settings, offset: int | None = None) -> float:
+    """Steps since the refresh whose root a block uses in its step ``t``. Minus infinity if there was none."""
+    last = t - settings.hyper.refresh_delay
+    return next((float(t - s) for s in range(last, 0, -1) if is_due(s, settings, offset)), -math.inf)
 
 
 def due_slots(

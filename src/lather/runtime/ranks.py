@@ -117,6 +117,13 @@ class Peers:
             flag = bool(comm.largest([int(flag)])[0])
         return flag
 
+    def collect(self, value: Any) -> list[Any]:
+        """What every rank gives. For plain data. The host waits."""
+        found = {dist.get_rank() if self._path else 0: value}
+        for comm in self._path:
+            found = {rank: given for theirs in comm.collect(found) for rank, given in theirs.items()}
+        return [found[rank] for rank in sorted(found)]
+
     def tell(self, message: str | None) -> str | None:
         """The message of a rank that has one, the same on all ranks. The host waits."""
         if not self.any(message is not None):

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, final
 
@@ -20,6 +21,7 @@ from ..storage.tensors import is_regular, layout_of
 from ..storage.update import number, rate_of
 from . import agreement, checkpoint, health
 from .health import Health
+from .metrics import Record
 from .parameters import Item, describe, grad_dtype, stored_items
 from .ranks import Peers, Ranks
 from .run import Run, make_comms, make_run
@@ -44,6 +46,8 @@ class Session:
         self.run = Run()
         self.settings: list[Settings] = []
         self.consolidated: State | None = None  # the whole state, from consolidate() to the next step
+        self.armed: Sequence[str] | None = None  # kinds of the param groups, if the next step is to be recorded
+        self.record: Record | None = None  # of the last step that was
         self._health = Health()
         self._peers = Peers([], ())
         self._signature: Any = None  # what the run was built for
@@ -65,7 +69,22 @@ class Session:
         refuse_averages(groups)
         if self._strict:
             health.refuse_nonfinite(grads, run, self.settings, self._peers)
-        return run.begin(grads, self.settings, rates, groups)
+        step = run.begin(grads, self.settings, rates, groups)
+        if self.armed is None:
+            return step
+        self.record, self.armed = Record(step, run.plan.specs, self.armed), None
+        return replace(step, record=self.record)
+
+    @property
+    def count(self) -> int:
+        """Steps taken, by the parameter that took most."""
+        return max(self.run.steps, default=0)
+
+    def metrics(self, by: str, gather: bool) -> dict[str, dict[str, Any]]:
+        """What the last step that was armed did."""
+        if self.record is None:
+            raise RuntimeError("no step was recorded: call opt.arm() before the step, or use lather.Monitor")
+        return self.record.gathered(by, self._peers) if gather else self.record.metrics(by)
 
     def report(self) -> None:
         """Report failures after a step."""

@@ -3,16 +3,17 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..compute.executor import Executor
+from ..compute.executor import Executor, Job
 from ..compute.slices import BoundSlice, SliceId
 from ..linalg import products_in
 from ..planning.messages import SCALE
-from ..storage.buffers import Pieces, copy_pairs
+from ..storage.buffers import Pieces, Scratch, ScratchKey, Span, copy_pairs
 from ..storage.grids import Grid
 from ..storage.step import Step
 from .exchange import Collective, encode, rounded
@@ -27,12 +28,27 @@ class MessageGrids:
 
 
 @dataclass(frozen=True)
+class Look:
+    """How to read the gradients of a slice into memory of their own, in a step that is recorded."""
+
+    span: Span
+    keys: Mapping[str, ScratchKey]
+
+    def read(self, step: Step, device: torch.device) -> Tensor:
+        scratch = Scratch({self.span.device: device})
+        for key in self.keys.values():
+            scratch.reserve(key, self.span.numel)
+        return Pieces(self.span, self.keys, scratch, None).read(step)
+
+
+@dataclass(frozen=True)
 class Unit:
     """Banks that share a transport. A step runs its three phases for all units, one phase after the other."""
 
     executors: tuple[Executor[Any], ...]
     # If gradients stay where they are:
     reads: Mapping[SliceId, Pieces]  # those that an executor needs in a stack
+    looks: Mapping[SliceId, Look]  # those of every slice, for metrics
     # If gradients travel:
     inbound: Collective | None
     sends: tuple[Pieces, ...]  # those that leave for the owners of their blocks
@@ -75,6 +91,8 @@ class Unit:
             stacks = [self._stack(part, received, step) for part in executor.slices]
             with _scope(executor.device, settings.precision):
                 directions = executor.update(job, stacks)
+                if step.record is not None:
+                    self._record(executor, job, step)
         elif self.outbound:
             directions = executor.nothing()
         for part, direction in zip(executor.slices, directions, strict=False):  # none, if parameters have been moved already
@@ -85,6 +103,13 @@ class Unit:
                 direction = rounded(direction, settings.wire_dtype)
             pieces = self.writes[part.id]  # parameters without a gradient are not touched
             pieces.write(direction.flatten(), step, None if step.common_step else {i for i in pieces.members if i in step.grads})
+
+    def _record(self, executor: Executor[Any], job: Job, step: Step) -> None:
+        """Record what an executor did."""
+        for part, (first, last) in zip(executor.slices, pairwise(executor.firsts), strict=True):
+            look = self.looks.get(part.id)
+            grads = look.read(step, executor.device).view(-1, *part.key.shape) if look else self.stacks[part.id]
+            step.record.look(part, job, slice(first, last), grads)
 
     def _stack(self, part: BoundSlice, received: Tensor | None, step: Step) -> Tensor | None:
         """The gradients ``[n, ...]`` of a slice of a bank. None if its executor reads them where they are."""

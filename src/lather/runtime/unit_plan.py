@@ -24,7 +24,7 @@ from ..storage.grids import Grid, coalesce
 from ..storage.tensors import is_regular, local
 from .exchange import Collective
 from .ranks import Comm
-from .unit import MessageGrids, Unit
+from .unit import Look, MessageGrids, Unit
 
 FEW = 64  # the most kernel executors that use CUDA graphs; with more of them launches are not what takes time
 
@@ -117,12 +117,19 @@ class UnitPlan:
             span.add(block.param, self.plan.local(block.param, block.region, self.me))
         return span
 
+    def _look(self, part: BankSlice) -> Look:
+        span = self._span(part)
+        return Look(span, self._reading(span))
+
+    def _slices(self) -> list[BankSlice]:
+        return [part for parts in (self.by_torch, *self.by_kernels) for part in parts]
+
     def _numbers(self, part: BankSlice) -> Sequence[int]:
         return self.banks[part.key][part.start : part.stop]
 
     def _slots(self, messages: Messages | None) -> dict[SliceId, MessageGrids]:
         """What each slice has in a buffer of messages, as grids over its stack."""
-        slices = [part for parts in (self.by_torch, *self.by_kernels) for part in parts]
+        slices = self._slices()
         slot_of = {number: (part.id, slot) for part in slices for slot, number in enumerate(self._numbers(part))}
         found: dict[SliceId, tuple[list[Grid], list[Grid]]] = {part.id: ([], []) for part in slices}
         for item in messages.items if messages else ():
@@ -212,6 +219,7 @@ class UnitPlan:
             executors=tuple(self._executors(mine, scratch)),
             sends=tuple(Pieces(span, self._reading(span), scratch, sent) for span in self.sends),
             reads={part: Pieces(span, self._reading(span), scratch, None) for part, span in self.reads.items()},
+            looks={} if self.inbound else {part.id: self._look(part) for part in self._slices()},
             stacks=self._stacks(scratch),
             arrivals=self._slots(self.inbound[1] if self.inbound else None),
             departures=self._slots(self.outbound[0] if self.outbound else None),

@@ -1,0 +1,122 @@
+"""A view into a run: metrics of a step every so often, written where the user wants them."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from .optimizer import Shampoo
+from .options import whole
+from .runtime.session import my_rank
+
+Record = dict[str, Any]  # step, time, lr, what was noted, and the metrics
+Writer = Callable[[Record], object]
+
+
+@final
+class Monitor:
+    """Writes the metrics of an optimizer's first step, and then of every step that is a multiple of ``every``.
+
+    ``to`` is the path of a file of JSON lines (``lather view`` makes a page of it), a TensorBoard ``SummaryWriter``, a run of
+    Weights & Biases, or a function that is called with each record; or a list of these. ``by`` is ``"kind"`` or ``"parameter"``.
+
+    With several ranks all of them make a monitor, and the first one writes. A step that is recorded takes longer, and all ranks
+    wait for each other. Other steps are as without a monitor.
+
+    >>> import torch, lather
+    >>> model = torch.nn.Linear(8, 4)
+    >>> opt = lather.Shampoo(model, lr=1e-2)
+    >>> monitor = lather.Monitor(opt, every=100, to=lambda record: print(record["step"], list(record["metrics"])))
+    >>> loss = model(torch.randn(16, 8)).square().mean()
+    >>> loss.backward()
+    >>> monitor.note(loss=loss)
+    >>> opt.step()
+    1 ['weights', 'bias']
+    """
+
+    def __init__(self, opt: Any, every: int = 100, to: Any = "run.jsonl", by: str = "kind") -> None:
+        opt = unwrapped(opt)
+        if not isinstance(opt, Shampoo):
+            raise TypeError(f"a Monitor needs an optimizer of lather's, not {type(opt).__name__}")
+        if by not in ("parameter", "kind"):
+            raise ValueError(f"by is {by!r}; it must be 'parameter' or 'kind'")
+        self.record: Record | None = None  # the last one, on every rank
+        self._opt, self._every, self._by = opt, whole("every", every), by
+        self._noted: dict[str, Any] = {}
+        self._began = time.monotonic()
+        targets = list(to) if isinstance(to, (list, tuple)) else [to]
+        self._seen: Any = None  # the session's record that was written last
+        self._writes = my_rank() == opt._session.world()[0]
+        self._writers = [writer_to(target) for target in targets] if self._writes else []
+        self._hooks = [opt.register_step_pre_hook(self._before), opt.register_step_post_hook(self._after)]
+
+    def note(self, **numbers: Any) -> None:
+        """Numbers for the next record, such as ``loss``. Tensors are not read until then."""
+        self._noted |= numbers
+
+    def close(self) -> None:
+        """Stop. The optimizer is then as before."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, *_: Any) -> None:
+        if self.record is None or (self._opt._session.count + 1) % self._every == 0:
+            self._opt.arm()
+
+    def _after(self, *_: Any) -> None:
+        session = self._opt._session
+        if session.record is self._seen:
+            return
+        self._seen, metrics = session.record, self._opt.metrics(self._by, gather=True)
+        numbers = {"time": time.monotonic() - self._began, "lr": self._opt.param_groups[0]["lr"], **self._noted}
+        self.record = {"step": session.count, **{name: float(x) for name, x in numbers.items()}, "metrics": metrics}
+        for write in self._writers:
+            write(self.record)
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside of a trainer's wrapper."""
+    while not isinstance(optimizer, Shampoo) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def writer_to(target: Any) -> Writer:
+    """What writes records to a target."""
+    if isinstance(target, (str, os.PathLike)):
+        path = os.fspath(target)
+        with open(path, "a"):  # a mistake in the path shows at once
+            return lambda record: _append(path, record)
+    if hasattr(target, "add_scalar"):
+        return lambda record: [target.add_scalar(name, x, record["step"]) for name, x in flat(record).items()]
+    if callable(getattr(target, "log", None)):
+        return lambda record: target.log(flat(record), commit=False)  # joins what the user logs next
+    if callable(target):
+        return target  # type: ignore[no-any-return]
+    raise TypeError(
+        f"to is a {type(target).__name__}; it must be a path, a TensorBoard SummaryWriter, a Weights & Biases run or a function"
+    )
+
+
+def flat(record: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that are finite, by names such as ``lather/weights/condition``."""
+    return {
+        f"lather/{key}/{name}": value
+        for key, values in record["metrics"].items()
+        for name, value in values.items()
+        if math.isfinite(value)
+    }
+
+
+def _append(path: str, record: Record) -> None:
+    with open(path, "a") as file:
+        file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+
+
+def _plain(x: Any) -> Any:
+    """As JSON has it, where numbers are finite."""
+    if isinstance(x, dict):
+        return {key: _plain(value) for key, value in x.items()}
+    return None if isinstance(x, float) and not math.isfinite(x) else x
