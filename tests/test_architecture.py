@@ -41,7 +41,7 @@ LINE: dict[str, set[str]] = {
     "routing": set(),
     "optimizer": set(),
     "presets": {"distributed_shampoo", "from_torch", "meta", "muon", "soap"},
-    "report": {"models", "plan"},
+    "report": {"models", "plan", "view"},
     "integrations": {"accelerate", "transformers"},
     "cli": set(),
     "demo": set(),
