@@ -112,7 +112,7 @@ def run_view(args: argparse.Namespace) -> str:
     try:
         return view(args.log, args.out)
     except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}") from error
+        raise UserError(f"{error.filename or args.log}: {error.strerror}") from error
     except ValueError as error:
         raise UserError(error) from error
 
