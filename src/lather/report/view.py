@@ -43,7 +43,7 @@ def view(path: Path, out: Path | None = None) -> str:
 def page(path: Path) -> str:
     log = read(path)
     title = html.escape(path.name)
-    content = json.dumps(data(log) | {"title": path.name}, separators=(",", ":"), allow_nan=False)
+    content = json.dumps(data(log), separators=(",", ":"), allow_nan=False)
     content = content.replace("<", "\\u003c")  # no name can end the script
     template = files("lather.report").joinpath("view.html").read_text("utf-8")
     return template.replace("<!--title-->", title).replace("<!--data-->", content)
