@@ -87,7 +87,7 @@ def test_what_makes_no_sense_is_refused_without_a_traceback(given, capsys):
     assert given[0].strip("-") in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["plan"], ["demo"], ["options"]])
+@pytest.mark.parametrize("command", [[], ["plan"], ["demo"], ["view"], ["options"]])
 def test_help_is_plain_text(command, capsys):
     """Options are described in Markdown, for docs/options.md. The command line takes it out."""
     with pytest.raises(SystemExit, match="0"):

@@ -28,18 +28,24 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def counted_steps(n, shape, steps=7, **options):
-    """Operations of each step for n same-shaped parameters; refreshes at multiples of 4."""
+def counted_steps(n, shape, steps=7, armed=None, watch=None, **options):
+    """Operations of each step for n same-shaped parameters; refreshes at multiples of 4. One step may be armed."""
     linalg._positions.cache_clear()  # an index is made once in a process, whatever test comes first
     params = [torch.nn.Parameter(torch.randn(shape)) for _ in range(n)]
     opt = lather.Shampoo(params, **{"precondition_frequency": 4, "refresh_warmup": 0.0} | options)
+    if watch:
+        watch(opt)
     counts = []
-    for _ in range(steps):
+    for t in range(1, steps + 1):
         grads = [torch.randn(shape) for _ in params]
         for p, grad in zip(params, grads, strict=True):
             p.grad = grad.clone()
         with Count() as counter:
+            if t == armed:
+                opt.arm()
             opt.step()
+            if t == armed:
+                opt.metrics()
         counts.append(counter.ops)
         for p, grad in zip(params, grads, strict=True):
             assert torch.equal(p.grad, grad), "p.grad was written"
@@ -125,6 +131,31 @@ def test_soap_by_track_reads_nothing_even_when_it_refreshes():
     """A CPU looks once whether a solver failed."""
     ops = counted_steps(3, (24, 16), root="track", **SOAP)[3]
     assert sum(ops[name] for name in HOST_READS) == 2  # sizes 24 and 16
+
+
+# Metrics.
+
+WATCHED = [{}, SOAP, {"preconditioner": "kl", "refresh": "staggered"}, {"averaging": "schedule_free"}]
+
+
+@pytest.mark.parametrize("options", WATCHED)
+def test_metrics_read_nothing(options):
+    plain, armed = counted_steps(3, (24, 16), **options), counted_steps(3, (24, 16), armed=6, **options)
+    assert sum(armed[5].values()) > sum(plain[5].values())
+    assert not [name for name in HOST_READS if armed[5][name] > plain[5][name]]
+
+
+@pytest.mark.parametrize("options", WATCHED)
+def test_an_armed_step_does_not_grow_with_the_number_of_parameters(options):
+    few, many = (counted_steps(n, (24, 16), armed=3, **options)[2] for n in (2, 12))
+    assert not (many - few).keys() - {"aten.view.default", "aten.slice.Tensor"}  # views of the gradients that are read
+
+
+@pytest.mark.parametrize("options", WATCHED)
+def test_a_monitor_costs_nothing_in_other_steps(options):
+    plain = counted_steps(3, (24, 16), **options)
+    watched = counted_steps(3, (24, 16), watch=lambda opt: lather.Monitor(opt, every=5, to=lambda record: None), **options)
+    assert [one != other for one, other in zip(watched, plain, strict=True)] == [t in (1, 5) for t in range(1, 8)]
 
 
 # The way of a step through the package.

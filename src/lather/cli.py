@@ -1,4 +1,4 @@
-"""The command line: ``lather demo``, ``lather plan``, ``lather options`` and ``lather --version``."""
+"""The command line: ``lather demo``, ``lather plan``, ``lather view``, ``lather options`` and ``lather --version``."""
 
 import argparse
 import ast
@@ -68,6 +68,11 @@ def make_parser() -> argparse.ArgumentParser:
         text = plain(option.text).replace("%", "%%")
         more.add_argument(_flag(name), type=parse_value, default=argparse.SUPPRESS, metavar="VALUE", help=text)
 
+    view = commands.add_parser("view", help="plots of a run, from the log of a monitor: one HTML page")
+    view.set_defaults(run=run_view)
+    view.add_argument("log", type=Path, metavar="RUN.JSONL", help="written by lather.Monitor: one JSON record per line")
+    view.add_argument("--out", type=Path, metavar="RUN.HTML", help="the page (default: beside the log)")
+
     options = commands.add_parser("options", help="every option of lather.Shampoo, as Markdown")
     options.set_defaults(run=lambda args: markdown())
     return parser
@@ -99,6 +104,17 @@ def run_plan(args: argparse.Namespace) -> str:
         return json.dumps([{"ranks": n, **report.to_dict()["teams"][0]} for n, report in rows], indent=2)
     title = f"{num_params(args.shapes):,} parameters in {len(args.shapes)} tensors, {args.shard}"
     return f"{title}\n\n{scale_table(args.ranks, [report.teams[0] for report in reports])}"
+
+
+def run_view(args: argparse.Namespace) -> str:
+    from .report.view import view
+
+    try:
+        return view(args.log, args.out)
+    except OSError as error:
+        raise UserError(f"{error.filename or args.log}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(error) from error
 
 
 def _flag(name: str) -> str:

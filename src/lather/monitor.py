@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
+from torch import Tensor
+
 from .optimizer import Shampoo
 from .options import whole
 from .runtime.session import my_rank
@@ -54,7 +56,7 @@ class Monitor:
 
     def note(self, **numbers: Any) -> None:
         """Numbers for the next record, such as ``loss``. Tensors are not read until then."""
-        self._noted |= numbers
+        self._noted |= {name: x.detach() if isinstance(x, Tensor) else x for name, x in numbers.items()}
 
     def close(self) -> None:
         """Stop. The optimizer is then as before."""
@@ -87,8 +89,10 @@ def writer_to(target: Any) -> Writer:
     """What writes records to a target."""
     if isinstance(target, (str, os.PathLike)):
         path = os.fspath(target)
-        with open(path, "a"):  # a mistake in the path shows at once
-            return lambda record: _append(path, record)
+        with open(path, "ab+") as file:  # a mistake in the path shows at once
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)  # a job that was killed may have left half a line
+        return lambda record: _append(path, record)
     if hasattr(target, "add_scalar"):
         return lambda record: [target.add_scalar(name, x, record["step"]) for name, x in flat(record).items()]
     if callable(getattr(target, "log", None)):

@@ -17,11 +17,13 @@ import torch
 import transformers
 from accelerate import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lather
 from lather.integrations import accelerate as with_accelerate
+from lather.integrations import lightning as with_lightning
 from lather.integrations import transformers as with_transformers
 
 for library in ("lightning.pytorch", "lightning.fabric", "transformers"):
@@ -73,6 +75,7 @@ def language_model(seed: int, *, lora: bool = False) -> Any:
 
 def trainer(folder: Path, model: Any, saving: dict[str, Any], options: dict[str, Any], callbacks: list[Any]) -> Any:
     quiet = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
+    quiet = {name: value for name, value in quiet.items() if name not in saving}
     how = {"max_steps": STEPS, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "warmup_steps": 2}
     data = [{"input_ids": row, "labels": row} for row in TEXT]
     return transformers.Trainer(
@@ -122,6 +125,15 @@ def wait_for(path: Path) -> None:
             return
         time.sleep(0.05)
     raise TimeoutError(path)
+
+
+def log_transformers(folder: Path) -> list[dict[str, Any]]:
+    """What Trainer logged."""
+    callback = with_transformers.Callback(every=3, to=folder / "run.jsonl")
+    logging = {"save_strategy": "no", "logging_strategy": "steps", "logging_steps": 2}
+    runner = trainer(folder, language_model(1), logging, {}, [callback])
+    runner.train()
+    return list(runner.state.log_history)
 
 
 def transformers_without_callback(folder: Path) -> list[str]:
@@ -197,10 +209,16 @@ class Module(pl.LightningModule):
         return {"optimizer": opt, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(opt, 3), "interval": "step"}}
 
 
-def fit(model: Module, steps: int, callbacks: list[Any], path: str | None = None) -> Weights:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+def fit(model: Module, steps: int, callbacks: list[Any], path: str | None = None, logger: Any = False) -> Weights:
+    quiet = {"logger": logger, "enable_progress_bar": False, "enable_model_summary": False}
     how = {"accelerator": "cpu", "devices": WORLD, "strategy": "ddp" if WORLD > 1 else "auto", "use_distributed_sampler": False}
-    runner = pl.Trainer(max_steps=steps, callbacks=callbacks, enable_checkpointing=bool(callbacks), **quiet, **how)
+    runner = pl.Trainer(
+        max_steps=steps,
+        callbacks=callbacks,
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
+        **quiet,
+        **how,
+    )
     data = TensorDataset(INPUTS[: 4 * MIDDLE * WORLD])  # a checkpoint has no place in the data, so it is at the end of an epoch
     sampler = DistributedSampler(data, WORLD, int(os.environ.get("RANK", "0")), shuffle=False)
     runner.fit(model, DataLoader(data, batch_size=4, sampler=sampler), ckpt_path=path)
@@ -213,3 +231,8 @@ def train_lightning(folder: Path) -> dict[str, Any]:
         fit(Module(1), MIDDLE, [ModelCheckpoint(folder, filename="middle", every_n_train_steps=MIDDLE)])
         again = fit(Module(2), STEPS, [], str(folder / "middle.ckpt"))
     return {"whole": whole, "again": again, "warned": warned}
+
+
+def log_lightning(folder: Path) -> None:
+    logger = CSVLogger(folder, name="", version="")
+    fit(Module(1), STEPS, [with_lightning.Callback(every=3, to=folder / "run.jsonl")], logger=logger)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +87,26 @@ def test_lightning(worlds: Worlds, tmp_path: Path, world: int) -> None:
     results = worlds[world].run(call, "train_lightning", tmp_path)
     assert difference(results) == 0.0
     assert not any(result["warned"] for result in results)
+
+
+# Metrics.
+
+
+def recorded(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (path / "run.jsonl").read_text().splitlines()]
+
+
+@both
+def test_transformers_logs_metrics(worlds: Worlds, tmp_path: Path, world: int) -> None:
+    for logs in worlds[world].run(call, "log_transformers", tmp_path):
+        assert [log["step"] for log in logs if "lather/weights/condition" in log] == [2, 4, 6]  # of the steps 1, 3 and 6
+        assert all("loss" in log for log in logs if "lather/weights/condition" in log)
+    assert recorded(tmp_path) == [1, 3, 6]
+
+
+@both
+def test_lightning_logs_metrics(worlds: Worlds, tmp_path: Path, world: int) -> None:
+    worlds[world].run(call, "log_lightning", tmp_path)
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows if row["lather/weights/condition"]] == [1, 3, 6] == recorded(tmp_path)

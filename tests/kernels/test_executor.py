@@ -136,6 +136,8 @@ def test_agrees_with_torch(name, monkeypatch):
     plain = lather.Shampoo(theirs, **GIVEN | CASES[name])
     for step in range(1, 4):
         grads = [None if (i, step) == (1, 2) else grad for i, grad in enumerate(gradients(step, WHOLE))]
+        kernels.arm()
+        plain.arm()
         take(kernels, ours, grads)
         for q, grad in zip(theirs, grads, strict=True):
             q.grad = grad
@@ -146,6 +148,18 @@ def test_agrees_with_torch(name, monkeypatch):
         mine, other = kernels.state[p], plain.state[q]
         assert mine.keys() == other.keys()
         assert_close(mine.values(), [value.double() for value in other.values()])
+    torch.testing.assert_close(kernels.metrics(), plain.metrics(), rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["plain", "l2", "by default", "schedule free", "kl, packed"])
+def test_an_armed_step_moves_parameters_as_any_other(name):
+    ours, theirs = parameters(), parameters()
+    watched, plain = (lather.Shampoo(params, **GIVEN | CASES[name]) for params in (ours, theirs))
+    for step in range(1, 4):
+        watched.arm()
+        take(watched, ours, gradients(step))
+        take(plain, theirs, gradients(step))
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from typing import Any, final
 
-from lightning.pytorch import Callback as LightningCallback
+try:
+    from lightning.pytorch import Callback as LightningCallback
+except ImportError:
+    from pytorch_lightning import Callback as LightningCallback  # type: ignore[assignment,import-not-found,no-redef,unused-ignore]
 
 from ..monitor import Monitor, flat, unwrapped
 from ..optimizer import Shampoo

@@ -74,13 +74,14 @@ class Record:
         self._kinds = [kinds[spec.group] for spec in specs]
         self._rows: list[tuple[Sequence[int], Tensor]] = []  # parameters, and a row for each
         self._metrics: list[set[str]] = [set() for _ in specs]  # those that a parameter has
-        by_device: dict[torch.device, list[int]] = {}
+        alike: dict[Any, list[int]] = {}
         for i, param in step.stored.params.items():
-            by_device.setdefault(param.device, []).append(i)
-        for members in by_device.values():
+            alike.setdefault((param.device, param.dtype), []).append(i)
+        for (device, dtype), members in alike.items():
             stored = [step.stored.params[i] for i in members]
-            sizes = torch.stack([size.to(exact_dtype(size.device)) for size in _lengths(stored)])
-            self._add(members, sizes, Row(weight=sizes.square(), stored=from_host([x.numel() for x in stored], sizes)))
+            sizes = torch._foreach_norm(stored, 2, torch.promote_types(dtype, torch.float32))
+            squares = torch.stack(list(sizes)).to(exact_dtype(device)).square()
+            self._add(members, squares, Row(weight=squares, stored=from_host([x.numel() for x in stored], squares)))
 
     def look(self, part: BoundSlice, job: Job, slots: slice, grads: Tensor) -> None:
         """Add the blocks of a slice, after their step. ``slots`` is their place in the job's lists."""
@@ -222,12 +223,6 @@ def _derived(keys: Iterable[str], names: Mapping[str, set[str]], table: Tensor) 
     }
     values = {name: column.unbind() for name, column in columns.items()}
     return {key: {name: values[name][i] for name in METRICS if name in names[key]} for i, key in enumerate(keys) if names[key]}
-
-
-def _lengths(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The norm of each tensor, in float32 at least."""
-    wide = [torch.promote_types(x.dtype, torch.float32) for x in tensors]
-    return [torch.linalg.vector_norm(x, dtype=dtype) for x, dtype in zip(tensors, wide, strict=True)]
 
 
 def _square(x: Tensor) -> Tensor:
