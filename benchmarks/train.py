@@ -1,6 +1,6 @@
 """Time of whole training steps with fused AdamW and with lather: forward, backward and optimizer.
 
-    python benchmarks/train.py [--models gpt2 resnet50] [--frequencies 10 50] [--options '{"root": "eigh"}' ...]
+    python benchmarks/train.py [--models gpt2 resnet50] [--frequencies 10 50] [--monitor 100] [--options '{"root": "eigh"}' ...]
 
 GPT-2 124M on 32 x 1024 random tokens, ResNet-50 (torchvision's) on 256 random images of 224 x 224 in channels_last; bf16
 autocast. lather is given the model, so GPT-2's embeddings are left to Adam.
@@ -25,6 +25,8 @@ from common import Results, Schedule
 from machine import CUDA, DEVICE, Memory, now, solvers, state_mib
 from models import Transformer, loss_of
 from torch import Tensor, nn
+
+import lather
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 SETS = 4  # batches in rotation
@@ -68,10 +70,19 @@ def contenders(args: argparse.Namespace) -> Iterator[tuple[str, int | None, Make
     yield "AdamW fused", None, adamw
     for frequency in args.frequencies:
         for refresh in args.refresh:
-            yield f"lather {refresh}", frequency, partial(shampoo, frequency, {"refresh": refresh})
+            make = partial(shampoo, frequency, {"refresh": refresh})
+            yield f"lather {refresh}", frequency, make
+            if args.monitor:
+                yield f"lather {refresh}, metrics every {args.monitor}", frequency, partial(watched, args.monitor, make)
         for options in args.options:
             yield common.spell(options), frequency, partial(shampoo, frequency, options)
     yield "AdamW fused, again", None, adamw
+
+
+def watched(every: int, make: Make, model: nn.Module) -> torch.optim.Optimizer:
+    opt = make(model)
+    lather.Monitor(opt, every, to=lambda record: None)
+    return opt
 
 
 def measure(make: Make, model: nn.Module, batches: list, loss_fn: Callable[..., Tensor], steps: int) -> dict[str, Any]:
@@ -129,6 +140,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--refresh", nargs="*", choices=("staggered", "together"), default=["staggered", "together"])
     parser.add_argument("--steps", type=int, default=100 if CUDA else 10, help="timed, rounded up to whole periods")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=CUDA)
+    parser.add_argument("--monitor", type=int, metavar="N", help="also with a lather.Monitor that records every N steps")
     common.add_options(parser)
     args = parser.parse_args(argv)
     results = Results("train", args, argv, steps=args.steps, compiled=args.compile)

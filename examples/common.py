@@ -36,6 +36,7 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--print-every", type=int, default=20)
+    parser.add_argument("--metrics", type=Path, metavar="FILE", help="write metrics here, for `lather view FILE`")
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="save here, and resume if there is something")
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--stop-after", type=int, metavar="K", help="save and leave after step K, as if interrupted")
@@ -78,10 +79,13 @@ def train(
     report = Report(args, model, held_out, rank, ranks)
     report.begin(done)
     last = min(args.steps, args.stop_after or args.steps)
+    monitor = lather.Monitor(opt, args.print_every, to=args.metrics) if args.metrics else None
     for step in range(done + 1, last + 1):
         set_lr(opt, args, step)
         loss = share_of_loss(model, global_batch(text, step, args), rank, ranks)
         loss.backward()
+        if monitor:
+            monitor.note(loss=loss)
         opt.step()
         opt.zero_grad()
         report.step(step, loss)

@@ -40,6 +40,12 @@ def test_demo_shows_three_rows_and_a_plot_twice_the_same(capsys: pytest.CaptureF
     assert without_times(again) == without_times(table)
 
 
+def test_demo_with_a_monitor_makes_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["demo", "--epochs", "1", "--repeats", "1", "--monitor", "--out", str(tmp_path)]) == 0
+    assert "run.html" in capsys.readouterr().out
+    assert "0.weight" in (tmp_path / "run.html").read_text()
+
+
 def test_seed_decides_weights_and_batches() -> None:
     from lather import demo
 

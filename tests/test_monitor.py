@@ -35,13 +35,21 @@ def test_it_records_the_first_step_and_then_every_so_many():
     records = []
     monitor = lather.Monitor(opt, every=5, to=records.append)
     train(model, opt, 12, monitor)
-    assert [record["step"] for record in records] == [1, 5, 10]
+    assert [record["step"] for record in records] == [1, 4, 9]
     assert all(record["metrics"].keys() == {"weights", "norm", "bias"} for record in records)
     assert all(record["lr"] == 0.1 and record["loss"] > 0 and record["time"] >= 0 for record in records)
     assert monitor.record is records[-1]
     monitor.close()
     train(model, opt, 8)
     assert len(records) == 3
+
+
+def test_it_looks_at_roots_when_they_are_oldest():
+    model, opt = make(precondition_frequency=5, refresh_warmup=0.0)
+    records = []
+    lather.Monitor(opt, every=10, to=records.append)
+    train(model, opt, 30)
+    assert [record["metrics"]["weights"]["age"] for record in records[1:]] == [4.0, 4.0, 4.0]
 
 
 def test_training_is_the_same_with_a_monitor():
@@ -65,7 +73,7 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path):
     lather.Monitor(opt, every=5, to=str(path), by="parameter")
     train(model, opt, 10)
     records = list(map(json.loads, path.read_text().splitlines()))
-    assert [record["step"] for record in records] == [1, 5, 10, 11, 15, 20]
+    assert [record["step"] for record in records] == [1, 4, 9, 11, 14, 19]
     assert list(records[0]["metrics"]) == ["0.weight", "2.weight", "1.weight", "1.bias", "0.bias", "2.bias"]
     assert "run.jsonl" in page(path)
 

@@ -46,6 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument("--epochs", type=positive, default=15, help="of every run (default %(default)s)")
     demo.add_argument("--repeats", type=positive, default=3, help="runs per optimizer, each with the next seed (default 3)")
     demo.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for demo.png (default %(default)s)")
+    demo.add_argument("--monitor", action="store_true", help="also a page about lather's first run, run.html")
     demo.add_argument("--sweep", action="store_true", help="instead: steps to the target over the grid of learning rates")
 
     usage = "lather plan MODEL_OR_SHAPES [--ranks N,N,... --shard LAYOUT] [--json] [--OPTION VALUE ...]"
@@ -84,7 +85,7 @@ def run_demo(args: argparse.Namespace) -> str:
     try:
         if args.sweep:
             return demo.sweep(args.seed, args.epochs, args.repeats)
-        return demo.demo(args.seed, args.epochs, args.repeats, args.out)
+        return demo.demo(args.seed, args.epochs, args.repeats, args.out, args.monitor)
     except (demo.MissingExtra, OSError) as error:
         raise UserError(error) from error
 

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from .monitor import Monitor
 from .optimizer import Shampoo
 from .report.plan import table
+from .report.view import view
 
 BATCH = 64
 NUM_TRAIN, NUM_VALID = 1500, 300  # of 1797 images; validation is the end of the training images, test is the rest
@@ -51,6 +53,7 @@ class Job(NamedTuple):
     lr: float
     seed: int
     epochs: int
+    log: Path | None = None  # where a monitor writes
 
 
 class Look(NamedTuple):
@@ -87,19 +90,25 @@ COLUMNS = (
 )
 
 
-def demo(seed: int, epochs: int, repeats: int, out: Path) -> str:
-    """Train with each optimizer ``repeats`` times, write ``out/demo.png`` and return the table."""
+def demo(seed: int, epochs: int, repeats: int, out: Path, monitor: bool = False) -> str:
+    """Train with each optimizer ``repeats`` times, write ``out/demo.png`` and return the table.
+
+    ``monitor``: also write ``out/run.html``, a page about lather's first run, which takes longer for it.
+    """
     require("sklearn.datasets", "matplotlib.figure")
     out.mkdir(parents=True, exist_ok=True)
     training, test = load_digits()
     runs, rows = {}, [["optimizer", "lr", *(column.title for column in COLUMNS)]]
     for name, lr in LEARNING_RATES.items():
-        runs[name] = train_all([Job(name, lr, seed + i, epochs) for i in range(repeats)], training, test, LOOK_EVERY)
+        logs = [out / "run.jsonl" if monitor and name == "lather" and i == 0 else None for i in range(repeats)]
+        jobs = [Job(name, lr, seed + i, epochs, log) for i, log in enumerate(logs)]
+        runs[name] = train_all(jobs, training, test, LOOK_EVERY)
         rows.append([name, f"{lr:g}", *(spread(map(column.value, runs[name]), column.decimals) for column in COLUMNS)])
     plot(runs, out / "demo.png")
     size = f"{NUM_TRAIN} training and {len(test.labels)} test images, {epochs} epochs, looked at every {LOOK_EVERY} steps"
     mean = f"; mean ± standard deviation over {repeats} seeds" if repeats > 1 else ""
-    return "\n".join([*table(rows, align=">"), "", size + mean, f"plot: {out / 'demo.png'}"])
+    lines = [*table(rows, align=">"), "", size + mean, f"plot: {out / 'demo.png'}"]
+    return "\n".join([*lines, f"lather's first run: {view(out / 'run.jsonl')}"] if monitor else lines)
 
 
 def sweep(seed: int, epochs: int, repeats: int) -> str:
@@ -165,11 +174,15 @@ def train(job: Job, training: Split, held_out: Split, look_every: int, tick: Cal
     model, total = make_model(job.seed), num_steps(job, training)
     optimizer = OPTIMIZERS[job.optimizer](model, job.lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, total))
+    monitor = Monitor(optimizer, look_every, to=job.log, by="parameter") if job.log else None
     looks, seconds = [], 0.0
     for step, batch in enumerate(batches(job, len(training.labels)), start=1):
         begin = time.perf_counter()
         optimizer.zero_grad()
-        cross_entropy(model(training.images[batch]), training.labels[batch]).backward()  # type: ignore[no-untyped-call]
+        loss = cross_entropy(model(training.images[batch]), training.labels[batch])
+        loss.backward()  # type: ignore[no-untyped-call]
+        if monitor:
+            monitor.note(loss=loss)
         optimizer.step()
         seconds += time.perf_counter() - begin
         schedule.step()

@@ -19,7 +19,9 @@ Writer = Callable[[Record], object]
 
 @final
 class Monitor:
-    """Writes the metrics of an optimizer's first step, and then of every step that is a multiple of ``every``.
+    """Writes the metrics of an optimizer's first step, and then of one in ``every`` steps: 99, 199, 299 and so on for 100.
+
+    Those come right before a refresh, so they show roots when they are oldest.
 
     ``to`` is the path of a file of JSON lines (``lather view`` makes a page of it), a TensorBoard ``SummaryWriter``, a run of
     Weights & Biases, or a function that is called with each record; or a list of these. ``by`` is ``"kind"`` or ``"parameter"``.
@@ -64,7 +66,7 @@ class Monitor:
             hook.remove()
 
     def _before(self, *_: Any) -> None:
-        if self.record is None or (self._opt._session.count + 1) % self._every == 0:
+        if self.record is None or (self._opt._session.count + 2) % self._every == 0:
             self._opt.arm()
 
     def _after(self, *_: Any) -> None:

@@ -99,9 +99,9 @@ def recorded(path: Path) -> list[int]:
 @both
 def test_transformers_logs_metrics(worlds: Worlds, tmp_path: Path, world: int) -> None:
     for logs in worlds[world].run(call, "log_transformers", tmp_path):
-        assert [log["step"] for log in logs if "lather/weights/condition" in log] == [2, 4, 6]  # of the steps 1, 3 and 6
+        assert [log["step"] for log in logs if "lather/weights/condition" in log] == [2, 6, 8]  # of the steps 2, 5 and 8
         assert all("loss" in log for log in logs if "lather/weights/condition" in log)
-    assert recorded(tmp_path) == [1, 3, 6]
+    assert recorded(tmp_path) == [1, 2, 5, 8]
 
 
 @both
@@ -109,4 +109,4 @@ def test_lightning_logs_metrics(worlds: Worlds, tmp_path: Path, world: int) -> N
     worlds[world].run(call, "log_lightning", tmp_path)
     with (tmp_path / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows if row["lather/weights/condition"]] == [1, 3, 6] == recorded(tmp_path)
+    assert [int(row["step"]) for row in rows if row["lather/weights/condition"]] == [1, 2, 5, 8] == recorded(tmp_path)
