@@ -1,5 +1,7 @@
 """A small language model in transformers' Trainer. Run it again to go on."""
 
+import os
+
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers import default_data_collator as collate
@@ -38,6 +40,6 @@ trainer = Trainer(
     callbacks=[Callback()],  # with several processes, saves the state of all of them
 )
 
-last = get_last_checkpoint(FOLDER)
+last = get_last_checkpoint(FOLDER) if os.path.isdir(FOLDER) else None
 print(f"resuming from {last}" if last else "starting anew")
 trainer.train(resume_from_checkpoint=last)
