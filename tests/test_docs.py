@@ -61,6 +61,9 @@ def test_snippets_run(page, capsys, tmp_path, monkeypatch):
     out = capsys.readouterr().out
     for pattern in SEEN.get(page.name, ()):
         assert re.search(pattern, out), out
+    if page.name == "diagnostics.md":  # which shows some of what it prints
+        shown = "".join(snippets(page, "text")).splitlines()
+        assert shown and all(line in out for line in shown if "..." not in line)
 
 
 def metas_package() -> types.ModuleType:
