@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import pathlib
@@ -114,6 +115,28 @@ def test_the_site_has_every_page():
             lines = [line for line in text.splitlines() if line and not line.startswith(":")]
             entries += [re.sub(r".*<(.*)>", r"\1", line) for line in lines]
     assert sorted([*entries, "index"]) == sorted(page.stem for page in SITE)
+
+
+def test_troubleshooting_quotes_messages():
+    """What it says in errors and warnings, as far as ``...``, is in the source."""
+    symptoms = re.findall(r"^\| ((?:Error|Warning): .*?) \|", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.M)
+    quoted = [text for symptom in symptoms for text in re.findall(r"`([^`]+)`", symptom)]
+    known = [text for path in (ROOT / "src/lather").rglob("*.py") for text in literals(path)]
+    assert len(quoted) > 20
+    for text in quoted:
+        parts = [re.escape(part.strip()) for part in text.split("...")]
+        assert any(re.search(".*".join(parts), message, flags=re.S) for message in known), text
+
+
+def literals(path: pathlib.Path) -> list[str]:
+    """All strings of a source, without what an f-string fills in."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(part.value if isinstance(part, ast.Constant) else "" for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
 
 
 def test_readme_is_short():
