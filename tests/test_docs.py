@@ -139,6 +139,12 @@ def literals(path: pathlib.Path) -> list[str]:
     return found
 
 
+def test_the_api_page_has_every_public_name():
+    page = (ROOT / "docs/api.md").read_text()
+    for name in lather.__all__:
+        assert name == "__version__" or re.search(rf"^\.\. auto\w+:: {name}\b", page, flags=re.M), name
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) < 100
 
