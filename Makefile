@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-scripts coverage bench results clean
+.PHONY: setup demo test test-scripts docs coverage bench results clean
 
 setup: .venv/.installed
 
@@ -25,6 +25,11 @@ test: setup
 test-scripts: setup
 	$(PYTEST) -m scripts tests/scripts
 
+# The site. A warning is an error, and so is a link to a page or heading that does not exist.
+docs: setup
+	$(BIN)/sphinx-build -W --keep-going -n -E -q docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
+
 # The same tests with their lines counted, which takes half as long again.
 coverage: setup
 	$(PYTEST) --cov --cov-fail-under=95
@@ -39,4 +44,4 @@ results: setup
 	$(BIN)/python -m experiments.report --write
 
 clean:
-	rm -rf .venv build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .coverage
+	rm -rf .venv build dist docs/_build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .coverage

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import inspect
 import pathlib
 import re
+import shlex
+import sys
+import types
 
 import pytest
 
@@ -13,33 +18,135 @@ from lather import cli, demo
 from lather.options import ARGUMENTS, OPTIONS, markdown
 
 ROOT = pathlib.Path(__file__).parent.parent
+SITE = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *SITE,
     ROOT / "benchmarks/README.md",
     ROOT / "experiments/README.md",
     ROOT / "experiments/results/README.md",
 ]
 
+TESTED = ("python", "py", "sh", "text")  # by one process, by two ranks, as far as they exist, output
+DIRECTIVES = ("{literalinclude}", "{toctree}", "{eval-rst}")
 
-def test_readme_snippets_run(capsys):
-    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
-    assert len(snippets) >= 3
+
+def fences(page: pathlib.Path) -> list[tuple[str, str]]:
+    """The language and the text of every block of code."""
+    return re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(), flags=re.S | re.M)
+
+
+def snippets(page: pathlib.Path, language: str) -> list[str]:
+    return [text for kind, text in fences(page) if kind == language]
+
+
+RUN = [page for page in PAGES if snippets(page, "python")]
+SEEN = {  # what some pages print
+    "README.md": [r"kind: embedding"],
+    "routing.md": [r"kind: embedding", r"rule 1: qkv\\.weight", r"head\.weight +1000 x 64 +adam"],
+    "recipes.md": [r"1\.weight +64 x 32 +spectral"],
+    "diagnostics.md": [r"\{'1\.weight': \{'skipped': 1, 'failed': 0\}\}"],
+}
+
+
+@pytest.mark.filterwarnings("ignore::lather.NumericalWarning")  # which the page of diagnostics shows
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_snippets_run(page, capsys, tmp_path, monkeypatch):
+    """All of a page in order, in one scope. Those for several ranks, ``py``, are run by tests/distributed/test_pages.py."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "distributed_shampoo", metas_package())
     scope: dict[str, object] = {}
-    for snippet in snippets:
-        exec(compile(snippet, "README.md", "exec"), scope)
-    assert "embedding" in capsys.readouterr().out
-
-
-def test_recipes_run(capsys):
-    scope: dict[str, object] = {}
-    for snippet in re.findall(r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), flags=re.S):
-        exec(compile(snippet, "recipes.md", "exec"), scope)
+    for snippet in snippets(page, "python"):
+        exec(compile(snippet, page.name, "exec"), scope)
     out = capsys.readouterr().out
-    assert "kind: embedding" in out and r"rule 1: qkv\.weight" in out
-    assert re.search(r"qkv\.weight +192 x 64 +spectral +3 of 64 x 64", out)
-    assert re.search(r"head\.weight +1000 x 64 +adam", out)
+    for pattern in SEEN.get(page.name, ()):
+        assert re.search(pattern, out), out
+    if page.name == "diagnostics.md":  # which shows some of what it prints
+        shown = "".join(snippets(page, "text")).splitlines()
+        assert shown and all(line in out for line in shown if "..." not in line)
+
+
+def metas_package() -> types.ModuleType:
+    """What a snippet takes from Meta's package: lather reads its config objects by the names of their classes."""
+    found = types.ModuleType("distributed_shampoo")
+    found.DistributedShampoo = lather.distributed_shampoo
+    found.AdamPreconditionerConfig = dataclasses.make_dataclass("AdamPreconditionerConfig", ["beta2", "epsilon"])
+    found.DDPDistributedConfig = dataclasses.make_dataclass("DDPDistributedConfig", [])
+    return found
+
+
+@pytest.mark.parametrize("page", SITE, ids=lambda page: page.name)
+def test_nothing_on_the_site_goes_untested(page):
+    """Code is in a language that some test runs, or included from a script that some test runs."""
+    assert {kind.split()[0] for kind, _ in fences(page) if kind} <= {*TESTED, *DIRECTIVES}
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for script in re.findall(r"\{literalinclude\} \.\./examples/(.*)", page.read_text()):
+        assert f'"{script}"' in tests, script
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_exist(page, capsys):
+    for line in "".join(snippets(page, "sh")).splitlines():
+        command, *arguments = shlex.split(line, comments=True) or [""]
+        if arguments[:2] == ["-m", "lather"]:
+            assert cli.main(arguments[2:]) == 0, line
+        if command == "make":
+            assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), flags=re.M), line
+        scripts = [ROOT / name for name in arguments if name.startswith("examples/")]
+        for script in scripts:
+            known = script.read_text() + (ROOT / "examples/common.py").read_text()
+            flags = [flag for flag in arguments[arguments.index(str(script.relative_to(ROOT))) :] if flag.startswith("--")]
+            assert all(f'"{flag}"' in known for flag in flags), line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page):
+    """Files of the repository, which the site names without a link."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
+    for name in re.findall(r"`((?:benchmarks|examples|experiments|tests)/[\w./-]+)`", text):
+        assert (ROOT / name).exists(), name
+
+
+def test_the_site_has_every_page():
+    entries: list[str] = []
+    for kind, text in fences(ROOT / "docs/index.md"):
+        if kind == "{toctree}":
+            lines = [line for line in text.splitlines() if line and not line.startswith(":")]
+            entries += [re.sub(r".*<(.*)>", r"\1", line) for line in lines]
+    assert sorted([*entries, "index"]) == sorted(page.stem for page in SITE)
+
+
+def test_troubleshooting_quotes_messages():
+    """What it says in errors and warnings, as far as ``...``, is in the source."""
+    symptoms = re.findall(r"^\| ((?:Error|Warning): .*?) \|", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.M)
+    quoted = [text for symptom in symptoms for text in re.findall(r"`([^`]+)`", symptom)]
+    known = [text for path in (ROOT / "src/lather").rglob("*.py") for text in literals(path)]
+    assert len(quoted) > 20
+    for text in quoted:
+        parts = [re.escape(part.strip()) for part in text.split("...")]
+        assert any(re.search(".*".join(parts), message, flags=re.S) for message in known), text
+
+
+def literals(path: pathlib.Path) -> list[str]:
+    """All strings of a source, without what an f-string fills in."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(part.value if isinstance(part, ast.Constant) else "" for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
+
+
+def test_the_api_page_has_every_public_name():
+    page = (ROOT / "docs/api.md").read_text()
+    for name in lather.__all__:
+        assert name == "__version__" or re.search(rf"^\.\. auto\w+:: {name}\b", page, flags=re.M), name
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 100
 
 
 def test_options_page_is_current(capsys):
@@ -55,16 +162,16 @@ def test_signature_and_table_agree():
     } | {name: default for name, (default, _) in ARGUMENTS.items()}
 
 
-def test_readme_options_exist():
-    table = (ROOT / "README.md").read_text().split("## Options")[1]
+def test_options_to_know_exist():
+    table = (ROOT / "docs/choose.md").read_text().split("## Options to know")[1].split("## ")[0]
     names = [name for row in re.findall(r"^\| (`.*?) \|", table, flags=re.M) for name in re.findall(r"`(\w+)`", row)]
     assert names
     assert set(names) <= set(OPTIONS)
 
 
-def test_readme_shows_the_demo_as_it_is():
+def test_the_demo_is_shown_as_it_is():
     """The columns and learning rates of the table; its figures are those of the run that is shown."""
-    shown = (ROOT / "README.md").read_text().split("<!-- demo -->")[1]
+    shown = (ROOT / "docs/start.md").read_text().split("<!-- demo -->")[1]
     for column in demo.COLUMNS:
         assert column.title in shown
     for name, lr in demo.LEARNING_RATES.items():

@@ -1,6 +1,6 @@
 """Kinds of parameters of a model: by what the model and its modules say, then by shapes, then by names.
 
-``docs/recipes.md`` has the table of kinds. ``tests/presets/test_routing_table.py`` has the kind of each parameter of many
+``docs/routing.md`` has the table of kinds. ``tests/presets/test_routing_table.py`` has the kind of each parameter of many
 architectures. A kind is found for one place of a parameter: a module and a name in it. A tied parameter has several places, and
 the kinds of all of them.
 """

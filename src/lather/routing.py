@@ -47,7 +47,7 @@ def route(
     convolutions have ``preconditioner=None``. Positions, norms and biases have ``weight_decay=0.0``. Stacked experts have
     ``batch_dims=1``, and fused queries, keys and values are split. ``kinds`` replaces the options of a kind, ``None`` as options
     ignores it, and ``kinds=None`` ignores all. All other parameters are the first group, without options of their own.
-    ``docs/recipes.md`` defines names and kinds exactly.
+    ``docs/routing.md`` defines names and kinds exactly.
 
     >>> import torch, lather
     >>> model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 24), torch.nn.LayerNorm(24))

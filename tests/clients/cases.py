@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+import runpy
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +239,23 @@ def train_lightning(folder: Path) -> dict[str, Any]:
 def log_lightning(folder: Path) -> None:
     logger = CSVLogger(folder, name="", version="")
     fit(Module(1), STEPS, [with_lightning.Callback(every=3, to=folder / "run.jsonl")], logger=logger)
+
+
+# The examples.
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run_example(folder: Path, script: str) -> dict[str, Any]:
+    """Run a script in a folder. The weights that it ends with, what it prints, and warnings."""
+    before, argv, printed = Path.cwd(), sys.argv, io.StringIO()
+    os.chdir(folder)
+    sys.argv = [script, str(WORLD)]  # the number of devices; only Lightning's reads it
+    try:
+        with parts_warned() as warned, redirect_stdout(printed):
+            scope = runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    finally:
+        os.chdir(before)
+        sys.argv = argv
+    model = scope["trainer"].model if "trainer" in scope else scope["model"]
+    return {"weights": weights_of(model), "printed": printed.getvalue(), "warned": warned}

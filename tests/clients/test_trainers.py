@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from distributed.harness import Pool
 
 from .entry import call
@@ -110,3 +112,31 @@ def test_lightning_logs_metrics(worlds: Worlds, tmp_path: Path, world: int) -> N
     with (tmp_path / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows if row["lather/weights/condition"]] == [1, 2, 5, 8] == recorded(tmp_path)
+
+
+# The examples: a second run goes on from the first checkpoint, if the later ones are gone.
+
+
+def remove(*paths: Path) -> None:
+    for path in paths:
+        shutil.rmtree(path)
+
+
+FORGET = {
+    "train_trainer.py": lambda run: remove(run / "checkpoint-40", run / "checkpoint-60"),
+    "train_lightning.py": lambda run: shutil.copy(run / "epoch=0.ckpt", run / "last.ckpt"),
+    "train_accelerate.py": lambda run: remove(run / "epoch-2", run / "epoch-3"),
+}
+
+
+@both
+@pytest.mark.parametrize("script", FORGET)
+def test_examples(worlds: Worlds, tmp_path: Path, world: int, script: str) -> None:
+    first = worlds[world].run(call, "run_example", tmp_path, script)
+    FORGET[script](tmp_path / script.replace("train_", "run-").removesuffix(".py"))
+    second = worlds[world].run(call, "run_example", tmp_path, script)
+    assert "resuming" not in first[0]["printed"] and "resuming" in second[0]["printed"]
+    for result in (*first, *second):
+        assert not result["warned"]
+        for name, weight in first[0]["weights"].items():
+            assert torch.equal(result["weights"][name], weight), name

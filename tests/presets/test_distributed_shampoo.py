@@ -418,15 +418,6 @@ def test_the_page_has_all_defaults() -> None:
     assert written(PAGE.read_text().replace("`1e-12`", "`2`")) == written(PAGE.read_text()) == PAGE.read_text()
 
 
-def test_the_page_runs() -> None:
-    scope: Options = {}
-    snippets = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
-    assert snippets
-    for snippet in snippets:
-        exec(compile(snippet, "paper.md", "exec"), scope)
-    assert scope["opt"].param_groups[0]["graft"] == "adam"
-
-
 def test_a_multiplier_of_a_group_holds_for_exponents_of_all() -> None:
     group = {"params": [torch.nn.Parameter(torch.zeros(3, 2))], "exponent_multiplier": 1.5}
     assert lather.distributed_shampoo([group], inv_root_override=2).param_groups[0]["exponent"] == 0.75
