@@ -60,6 +60,13 @@ def start(args: argparse.Namespace) -> torch.device:
     return device
 
 
+def finish() -> None:
+    """Leave together. The pause lets gloo's threads drop their tensors: torch aborts if Python ends first (pytorch#190489)."""
+    dist.barrier()
+    time.sleep(0.2)
+    dist.destroy_process_group()
+
+
 def say(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, flush=True)

@@ -31,8 +31,7 @@ def main() -> None:
     common.train(args, model, opt, done, save, rank, ranks)
     if args.save_final and rank == 0:
         torch.save(model.module.state_dict(), args.save_final)
-    dist.barrier()
-    dist.destroy_process_group()
+    common.finish()
 
 
 def save(folder: Path, model: DistributedDataParallel, opt: torch.optim.Optimizer, step: int) -> None:

@@ -39,8 +39,7 @@ def main() -> None:
     common.train(args, model, opt, done, save, rank, ranks)
     if args.save_final:
         save_full(args.save_final, model)
-    dist.barrier()
-    dist.destroy_process_group()
+    common.finish()
 
 
 def parse_args() -> argparse.Namespace:
