@@ -41,7 +41,7 @@ LINE: dict[str, set[str]] = {
     "routing": set(),
     "optimizer": set(),
     "presets": {"distributed_shampoo", "from_torch", "meta", "muon", "soap"},
-    "report": {"models", "plan", "timing", "tune"},
+    "report": {"choice", "models", "plan", "timing", "trials", "tune"},
     "integrations": {"accelerate", "transformers"},
     "cli": set(),
     "demo": set(),
@@ -153,7 +153,7 @@ TRITON = {f"kernels/{name}.py" for name in ("common", "dense", "step", "tiles")}
 
 @every_file
 def test_the_core_imports_only_torch(path):
-    """Triton is imported by kernels, and those when they are launched. Only the demo, configs of transformers and an integration need more."""
+    """Triton is imported by kernels, and those when they are launched. The demo, configs and an integration need more."""
     name = name_of(path)
     others = {(found.module.partition(".")[0], found.scope) for found in imports_of(path) if not found.ours}
     others = {(module, scope) for module, scope in others if module not in {*sys.stdlib_module_names, "torch"}}

@@ -1,4 +1,4 @@
-"""The command line: ``lather demo``, ``lather plan``, ``lather options`` and ``lather --version``."""
+"""The command line: ``lather demo``, ``lather plan``, ``lather tune``, ``lather options`` and ``lather --version``."""
 
 import argparse
 import ast
@@ -61,6 +61,23 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument("--device", default="cuda", help="of the parameters; decides on root solvers (default %(default)s)")
     add_options(plan)
 
+    usage = "lather tune MODEL [--memory 40GB] [--step-ms 70] [--overhead 10%%] [--forward-backward-ms 60] [--OPTION VALUE ...]"
+    about = "times options on this device, and recommends some that keep budgets of memory and time"
+    tune = commands.add_parser("tune", help=about, usage=usage, allow_abbrev=False)
+    tune.set_defaults(run=run_tune)
+    add_model(tune)
+    tune.add_argument("--memory", metavar="SIZE", help="budget of the optimizer, such as 40GB, 40GiB or 512MB")
+    largest = "budget of the largest training step: forward, backward and optimizer"
+    tune.add_argument("--step-ms", type=float, metavar="MS", help=largest)
+    added = "budget of what the optimizer adds to forward and backward on average, such as 10%% or 0.1"
+    tune.add_argument("--overhead", metavar="PART", help=added)
+    known = "time of forward and backward (default: what --step-ms and --overhead leave)"
+    tune.add_argument("--forward-backward-ms", type=float, dest="forward_backward", metavar="MS", help=known)
+    tune.add_argument("--ranks", type=parse_counts, default=[], metavar="N,N,...", help="numbers of ranks to estimate for")
+    tune.add_argument("--device", help="to time on (default: cuda if there is one, or else cpu)")
+    tune.add_argument("--seconds", type=float, default=120.0, help="of search (default %(default)s)")
+    add_options(tune)
+
     options = commands.add_parser("options", help="every option of lather.Shampoo, as Markdown")
     options.set_defaults(run=lambda args: markdown())
     return parser
@@ -115,6 +132,17 @@ def run_plan(args: argparse.Namespace) -> str:
     shapes = {row.name: row.shape for row in reports[0].params}
     title = f"{num_params(shapes):,} parameters in {len(shapes)} tensors, {args.shard}"
     return f"{title}\n\n{scale_table(args.ranks, [report.teams[0] for report in reports])}"
+
+
+def run_tune(args: argparse.Namespace) -> str:
+    from .report.tune import tune
+
+    names = (*OPTIONS, "memory", "step_ms", "overhead", "forward_backward", "ranks", "shard", "device", "preset", "seconds")
+    try:
+        report = tune(load(args.model), **{name: value for name, value in vars(args).items() if name in names})
+    except (ValueError, TypeError) as error:
+        raise UserError(error) from error
+    return json.dumps(report.to_dict(), indent=2) if args.json else str(report)
 
 
 def _flag(name: str) -> str:

@@ -41,8 +41,8 @@ def load(text: str) -> nn.Module | Shapes:
     if colon and all(part.isidentifier() for part in (*module.split("."), *function.split("."))):
         return _of_function(module, function)
     raise ValueError(
-        f"there is no model {text!r}; give one of {', '.join(MODELS)}, a function that returns a model as module:function, a folder "
-        "with a config.json of transformers, or shapes such as w=64x32,b=64"
+        f"there is no model {text!r}; give one of {', '.join(MODELS)}, a function that returns a model as module:function, a "
+        "folder with a config.json of transformers, or shapes such as w=64x32,b=64"
     )
 
 
