@@ -17,7 +17,7 @@ from lather import cli
 from lather.report import trials
 from lather.report.choice import Budgets, Row, distance, mark_frontier, recommend
 from lather.report.models import load
-from lather.report.timing import Bench, Line, Times, line_through
+from lather.report.timing import Bench, Line, Times, largest_share, line_through
 from lather.report.tune import parse_bytes, parse_fraction
 
 USUAL: dict[str, Any] = {"max_preconditioner_dim": 1024, "precondition_frequency": 10, "root_dtype": "float32"}
@@ -80,8 +80,17 @@ def test_what_is_given_up_first() -> None:
 
 def test_lines_do_not_fall() -> None:
     for (low, high), floor in product([(1.0, 2.0), (2.0, 1.0), (0.1, 9.0)], [0.0, 0.5, 3.0]):
-        line = line_through({0.05: low, 0.2: high}, floor)
-        assert line.constant >= floor and line.shared >= 0 and line.at(1) >= line.at(100) > 0
+        for far in (0.05, 0.2):  # or both are the same
+            line = line_through([(0.05, low), (far, high)], floor)
+            assert line.constant >= floor and line.work >= 0 and line.at(1) >= line.at(0.01) > 0
+
+
+def test_the_largest_share_is_that_of_a_block_if_there_are_few() -> None:
+    opt = lather.Shampoo([nn.Parameter(torch.randn(8, 8)) for _ in range(4)])
+    for p in opt.param_groups[0]["params"]:
+        p.grad = torch.randn(8, 8)
+    opt.step()
+    assert [largest_share(opt._session.run.plan, n) for n in (1, 2, 4, 100)] == [1.0, 0.5, 0.25, 0.25]
 
 
 @pytest.mark.parametrize("text", ["40", "40 gb", "0.5TiB", 7])
@@ -117,8 +126,7 @@ class Made:
         slower = 1.0 if group["root"] == self.FASTEST else 1.5
         plain = 4.0 + 0.1 * (group["factors"] == "packed") + 0.1 * (group["root_dtype"] == "bfloat16")
         work = slower * group["max_preconditioner_dim"] / 16
-        together = Line(plain, work), Line(plain + work, 0.0)
-        return Times(together, (Line(plain + 0.2, work), Line(plain + 0.5, 1.2 * work)))
+        return Times(Line(plain, work), plain + work, Line(plain + 0.2, work), Line(plain + 0.5, work), lambda n: 1.2 / n)
 
     def run(self, opt: lather.Shampoo, refresh: str, frequency: int) -> tuple[float, float]:
         times = self.measure(opt)

@@ -3,14 +3,17 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
 from ..optimizer import Shampoo
+from ..planning.plan import Plan, refresh_flops
 from ..runtime.parameters import name_of, stored_items
 from ..storage.tensors import is_dtensor
 
@@ -21,44 +24,56 @@ PATIENCE = 10.0  # seconds; what would take longer is timed in fewer steps
 
 
 class Line(NamedTuple):
-    """Milliseconds that depend on the steps of a period: a constant, and work that is shared by all its steps."""
+    """Milliseconds of a step that does a share of the work of a refresh."""
 
     constant: float
-    shared: float
+    work: float
 
-    def at(self, frequency: int) -> float:
-        return self.constant + self.shared / frequency
+    def at(self, share: float) -> float:
+        return self.constant + self.work * share
+
+
+def line_through(points: Sequence[tuple[float, float]], floor: float) -> Line:
+    """The line through two points ``(share, ms)``. Whatever the noise, it does not fall, and is nowhere below the floor.
+
+    >>> line_through([(0.5, 7.0), (0.25, 5.0)], floor=1.0)
+    Line(constant=3.0, work=8.0)
+    """
+    (near, low), (far, high) = sorted(points)
+    work = max(0.0, (high - low) / (far - near)) if far > near else 0.0
+    constant = (low + high - work * (near + far)) / 2
+    return Line(constant, work) if constant >= floor else Line(floor, max(0.0, (low + high - 2 * floor) / (near + far)))
 
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of a step: the mean over a period and the largest, by refresh and steps in the period. Bytes at the peak."""
+    """Milliseconds of a step, with refreshes together and staggered: ``mean`` over a period, and the largest."""
 
-    together: tuple[Line, Line]  # mean, largest
-    staggered: tuple[Line, Line]
-    peak_bytes: int | None = None  # above parameters and gradients, where the device counts
+    together: Line
+    largest_together: float
+    staggered: Line
+    largest_staggered: Line
+    share: Callable[[int], float]  # of a staggered refresh that falls on one step at most, by the number of steps in a period
+    peaks: Mapping[str, int] = field(default_factory=dict)  # bytes above parameters and gradients, where the device counts
 
     def mean(self, refresh: str, frequency: int) -> float:
-        return self._lines(refresh, frequency)[0].at(frequency)
+        line = self.staggered if refresh == "staggered" and frequency > 1 else self.together
+        return line.at(1 / frequency)
 
     def largest(self, refresh: str, frequency: int) -> float:
-        mean, largest = self._lines(refresh, frequency)
-        return max(mean.at(frequency), largest.at(frequency))
-
-    def _lines(self, refresh: str, frequency: int) -> tuple[Line, Line]:
-        return self.staggered if refresh == "staggered" and frequency > 1 else self.together
+        if refresh != "staggered" or frequency == 1:
+            return max(self.largest_together, self.mean(refresh, frequency))
+        return max(self.largest_staggered.at(self.share(frequency)), self.mean(refresh, frequency))
 
 
-def line_through(points: Mapping[float, float], floor: float) -> Line:
-    """The line through two points ``{1 / frequency: ms}``. Whatever the noise, it does not fall, and is nowhere below the floor.
-
-    >>> line_through({0.25: 5.0, 0.5: 7.0}, floor=1.0)
-    Line(constant=3.0, shared=8.0)
-    """
-    (near, low), (far, high) = sorted(points.items())
-    shared = max(0.0, (high - low) / (far - near))
-    constant = (low + high - shared * (near + far)) / 2
-    return Line(constant, shared) if constant >= floor else Line(floor, max(0.0, (low + high - 2 * floor) / (near + far)))
+def largest_share(plan: Plan, frequency: int) -> float:
+    """The part of all refreshes that falls on one step at most if they are staggered."""
+    loads = Counter[int]()
+    for group, settings in enumerate(plan.settings):
+        for number, offset in plan.offsets(group, replace(settings, frequency=frequency)).items():
+            block = plan.blocks[number]
+            loads[offset] += int(refresh_flops(block, settings, plan.specs[block.param].device))
+    return max(loads.values(), default=0) / max(1, loads.total())
 
 
 @final
@@ -92,16 +107,19 @@ class Bench:
         memory = _Peak(self._device)
         period = self._period(opt, "together", max(TOGETHER, 2 + max(g["refresh_delay"] for g in opt.param_groups)))
         plain = statistics.median(period)
-        mean, largest = Line(plain, sum(ms - plain for ms in period)), Line(max(period), 0.0)
-        points: dict[float, tuple[float, float]] = {}
+        work, peaks = sum(ms - plain for ms in period), {"together": memory.bytes()}
+        share = partial(largest_share, opt._session.run.plan)
+        means, most = list[tuple[float, float]](), list[tuple[float, float]]()
         for frequency in SPREAD:
-            if plain * frequency * (2 + REPEATS) < 1e3 * PATIENCE or not points:
+            if plain * frequency * (2 + REPEATS) < 1e3 * PATIENCE or not means:
                 times = self._period(opt, "staggered", frequency)
-                points[1 / frequency] = statistics.mean(times), max(times)
-        if len(points) < len(SPREAD):
-            points[0.0] = plain, plain  # the least that it can be
-        spread = [line_through({x: both[i] for x, both in points.items()}, plain) for i in range(2)]
-        return Times((mean, largest), (spread[0], spread[1]), memory.bytes())
+                means.append((1 / frequency, statistics.mean(times)))
+                most.append((share(frequency), max(times)))
+        if len(means) < len(SPREAD):
+            means, most = [(0.0, plain), *means], [(0.0, plain), *most]  # the least that it can be
+        spread = line_through(means, plain), line_through(most, plain)
+        peaks["staggered"] = memory.bytes()
+        return Times(Line(plain, max(0.0, work)), max(period), *spread, share, peaks)
 
     def run(self, opt: Shampoo, refresh: str, frequency: int) -> tuple[float, float]:
         """Mean and largest time of a step of a new optimizer of the model, in a run after two periods that warm it up."""
@@ -145,7 +163,7 @@ def now(device: torch.device) -> float:
 
 @final
 class _Peak:
-    """The most memory in use, above what is in use now. Known on CUDA only."""
+    """The most memory in use, above what is in use now. Known on CUDA only, elsewhere 0."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._base = device, 0
@@ -155,8 +173,8 @@ class _Peak:
             self._base = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
 
-    def bytes(self) -> int | None:
-        return torch.cuda.max_memory_allocated(self._device) - self._base if self._device.type == "cuda" else None
+    def bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device) - self._base if self._device.type == "cuda" else 0
 
 
 def time_closure(closure: Callable[[], Any], model: Any, device: torch.device) -> float:

@@ -14,7 +14,7 @@ from torch import nn
 from ..runtime.session import device_memory
 from .choice import DISTANCE, Budgets, Row, recommend
 from .plan import PlanReport, bytes_text, make_optimizer, plan
-from .timing import Bench, Times
+from .timing import SPREAD, Bench, Times
 
 Model = nn.Module | Mapping[str, Sequence[int]]
 Changes = dict[str, Any]  # options that are not the usual ones
@@ -33,10 +33,10 @@ class Trial(NamedTuple):
     times: Times | None
     note: str  # why it was not timed
 
-    @property
-    def memory_bytes(self) -> int:
+    def memory_bytes(self, refresh: str) -> int:
+        """By plan, or the peak if that was measured and is higher."""
         planned = self.plan.state_bytes + self.plan.scratch_bytes
-        return max(planned, (self.times and self.times.peak_bytes) or 0)
+        return max(planned, self.times.peaks.get(refresh, 0) if self.times else 0)
 
 
 @final
@@ -141,11 +141,11 @@ class Trials:
         frequencies = {self.usual["precondition_frequency"], *self._others("precondition_frequency", FREQUENCIES)}
         refreshes = (self.usual["refresh"], *self._others("refresh", ("together", "staggered")))
         for refresh, frequency in product(refreshes, sorted(n for n in frequencies if n > self._delay)):
-            if frequency == 1 and refresh != refreshes[0]:
-                continue  # the same
+            if frequency < SPREAD[0] and refresh == "staggered" and len(frequencies) > 1:
+                continue  # hardly spread, and not timed
             times, chosen = trial.times, {"refresh": refresh, "precondition_frequency": frequency}
             mean, largest = (times.mean(refresh, frequency), times.largest(refresh, frequency)) if times else (None, None)
-            yield Row(self.usual | trial.changes | chosen, trial.memory_bytes, mean, largest, trial.note)
+            yield Row(self.usual | trial.changes | chosen, trial.memory_bytes(refresh), mean, largest, trial.note)
 
     # What comes of it.
 

@@ -140,7 +140,7 @@ def make_budgets(
     forward_backward: float | None = None,
 ) -> Budgets:
     """
-    >>> make_budgets(step_ms=66, overhead="10%").pass_ms
+    >>> make_budgets(step_ms=75, overhead="25%").pass_ms
     60.0
     """
     size, part = parse_bytes(memory), parse_fraction(overhead)
