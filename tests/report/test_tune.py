@@ -227,6 +227,19 @@ def test_what_does_not_fit_is_not_tried() -> None:
     assert report.fits and report.recommended.memory_bytes <= 2 * 2**30
 
 
+def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(Made):
+        def measure(self, opt: lather.Shampoo) -> Times:
+            if opt.param_groups[0]["factors"] == "packed":
+                raise RuntimeError("no such kernel\nand more")
+            return super().measure(opt)
+
+    monkeypatch.setattr(trials, "Bench", Fails)
+    report = lather.tune(load("gpt2-tiny"), device="cpu")
+    notes = {row.note for row in report.rows if row.options["factors"] == "packed"}
+    assert notes == {"failed: no such kernel"} and "failed: no such kernel" in str(report) and report.fits
+
+
 @pytest.mark.usefixtures("made")
 def test_without_time_only_the_usual_is_timed() -> None:
     report = lather.tune(load("gpt2"), device="cpu", seconds=0)

@@ -130,8 +130,9 @@ class Trials:
             try:
                 times = self._bench.measure(opt)
                 note = "roots failed" if opt.health() else ""
-            except torch.OutOfMemoryError:
-                note = "out of memory"
+            except RuntimeError as error:
+                is_full = isinstance(error, torch.OutOfMemoryError)
+                note = "out of memory" if is_full else f"failed: {str(error).partition(chr(10))[0]}"
         self._done.append(Trial(changes, report, None if note else times, note))
 
     def _plan(self, changes: Changes, **paper: Any) -> PlanReport:

@@ -193,13 +193,12 @@ def _milliseconds(name: str, ms: Any) -> float | None:
 
 def find_device(model: Model, device: str | torch.device | None) -> torch.device:
     """Where to time: as given; or where the model is; or, if it is on the meta device, on a GPU if there is one."""
-    if device is not None:
-        try:
-            return torch.empty(0, device=device).device
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"device={str(device)!r} cannot be used: {error}") from error
     own = [p.device for p in model.parameters() if not p.is_meta] if isinstance(model, nn.Module) else []
-    return next(iter(own), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    found = device or next(iter(own), "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=found).device  # with its number
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={str(found)!r} cannot be used: {error}") from error
 
 
 def _grid(rows: Sequence[Row], recommended: Row) -> list[str]:
