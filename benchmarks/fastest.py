@@ -28,7 +28,7 @@ from torch import Tensor
 
 import lather
 from lather import roots
-from lather.report.models import MODELS
+from lather.report.models import MODELS, load, shapes_of
 from lather.roots.coupled import supports
 
 EPS, DECADES = 1e-12, 6
@@ -46,7 +46,7 @@ def candidates(e: float) -> tuple[roots.RootSolver, ...]:
 def stacks_of(model: str, block: int) -> Counter[tuple[int, float]]:
     """The roots of a model with default options, by size and exponent."""
     counts: Counter[tuple[int, float]] = Counter()
-    for bank in lather.plan(MODELS[model](), max_preconditioner_dim=block).banks:
+    for bank in lather.plan(shapes_of(load(model)), max_preconditioner_dim=block).banks:
         for d, mode in zip(bank.shape, bank.modes, strict=False):
             counts[d, 1 / (2 * len(bank.shape))] += bank.slots if mode == "full" else 0
     return +counts

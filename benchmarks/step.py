@@ -26,12 +26,12 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import lather
-from lather.report.models import MODELS, num_params
+from lather.report.models import MODELS, load, num_params, shapes_of
 
 CHANNELS_LAST = "-channels-last"  # added to the name of a model
 NAMES = [*MODELS, "resnet50" + CHANNELS_LAST]
 ROWS = ("adamw", "muon", "together", "staggered", "routed")
-TABLES = r"^(wte|wpe|head\.weight)$"  # names of embeddings and heads among the shapes of models
+TABLES = r"^(wte|wpe|head)\.weight$"  # names of embeddings and heads among the shapes of models
 Make = Callable[[dict[str, torch.Tensor]], torch.optim.Optimizer]
 
 
@@ -44,7 +44,7 @@ def tensors(model: str) -> tuple[dict[str, torch.Tensor], list[list[torch.Tensor
         x = torch.randn(shape, device=DEVICE, generator=generator).mul_(size)
         return x.to(memory_format=torch.channels_last) if last and x.dim() == 4 else x
 
-    shapes = MODELS[model.removesuffix(CHANNELS_LAST)]()
+    shapes = shapes_of(load(model.removesuffix(CHANNELS_LAST)))
     params = {name: torch.nn.Parameter(draw(shape, 0.02)) for name, shape in shapes.items()}
     return params, [[draw(shape, 0.01) for shape in shapes.values()] for _ in range(4)]
 
@@ -73,9 +73,9 @@ def make_shampoo(
 
 def why_not(name: str, model: str) -> str | None:
     """Why a contender sits this model out."""
-    shapes = MODELS[model.removesuffix(CHANNELS_LAST)]()
+    shapes = shapes_of(load(model.removesuffix(CHANNELS_LAST)))
     if name.endswith("routed"):
-        return None if "wte" in shapes else "it has no embeddings"
+        return None if "wte.weight" in shapes else "it has no embeddings"
     if not name.startswith("Muon"):
         return None
     if not hasattr(torch.optim, "Muon"):

@@ -21,7 +21,7 @@ def test_the_command_line_plans_for_many_ranks(shard, capsys):
     rows = json.loads(capsys.readouterr().out)
     assert [row["ranks"] for row in rows] == [2, 4]
     for row in rows:
-        law = (4 * models.num_params(models.MODELS["gpt2-tiny"]()) / row["ranks"]) * 4
+        law = (4 * models.num_params(models.shapes_of(models.load("gpt2-tiny"))) / row["ranks"]) * 4
         assert row["law_bytes"] > law
         assert f"{row['imbalance']:.3f}" in table
     assert "(4P/N + P) C(N)" in table

@@ -89,7 +89,9 @@ def test_nothing_on_the_site_goes_untested(page):
 def test_commands_exist(page, capsys):
     for line in "".join(snippets(page, "sh")).splitlines():
         command, *arguments = shlex.split(line, comments=True) or [""]
-        if arguments[:2] == ["-m", "lather"]:
+        if arguments[:2] == ["-m", "lather"] and arguments[2] in ("tune", "view"):  # the one takes minutes, the other a file
+            cli.make_parser().parse_args(arguments[2:])
+        elif arguments[:2] == ["-m", "lather"]:
             assert cli.main(arguments[2:]) == 0, line
         if command == "make":
             assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), flags=re.M), line

@@ -1,4 +1,4 @@
-"""The command line: ``lather demo``, ``lather plan``, ``lather view``, ``lather options`` and ``lather --version``."""
+"""The command line: ``lather demo``, ``plan``, ``tune``, ``view``, ``options`` and ``--version``."""
 
 import argparse
 import ast
@@ -13,7 +13,7 @@ from typing import Any
 
 from ._version import __version__
 from .options import OF_OTHERS, OF_PRESETS, OPTIONS, markdown, nearest, plain
-from .report.models import MODELS, num_params
+from .report.models import MODELS, load, num_params
 
 
 class UserError(Exception):
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = make_parser().parse_known_args(argv)
     try:
         if unknown:
-            guess = _meant(unknown[0]) if args.run is run_plan else None
+            guess = _meant(unknown[0]) if hasattr(args, "model") else None
             hint = f"did you mean {guess}?" if guess else "--help lists all arguments"
             raise UserError(f"unknown argument {unknown[0]!r}; {hint}")
         print(args.run(args))
@@ -49,25 +49,35 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument("--monitor", action="store_true", help="also a page about lather's first run, run.html")
     demo.add_argument("--sweep", action="store_true", help="instead: steps to the target over the grid of learning rates")
 
-    usage = "lather plan MODEL_OR_SHAPES [--ranks N,N,... --shard LAYOUT] [--json] [--OPTION VALUE ...]"
-    about = "what would be preconditioned, its memory and work, from shapes alone"
+    usage = "lather plan MODEL [--preset NAME] [--ranks N,N,... --shard LAYOUT] [--json] [--OPTION VALUE ...]"
+    about = "what would be preconditioned, its memory and work, without the model's memory"
     plan = commands.add_parser("plan", help=about, usage=usage, allow_abbrev=False)
     plan.set_defaults(run=run_plan)
-    models = f'one of {", ".join(MODELS)}, or shapes such as "w=64x32,b=64"'
-    plan.add_argument("shapes", type=parse_shapes, metavar="MODEL_OR_SHAPES", help=models)
+    add_model(plan)
     plan.add_argument("--ranks", type=parse_counts, metavar="N,N,...", help="numbers of ranks: one line for each")
-    layouts = "how ranks store the parameters: ddp (default), fsdp, hsdp=K, tp=K"
-    plan.add_argument("--shard", default="ddp", metavar="LAYOUT", help=layouts)
     size = "number of ranks that share the work (default: all)"
     plan.add_argument("--group", "--num-trainers-per-group", type=positive, metavar="N", help=size)
     plan.add_argument("--stages", type=positive, default=1, help="default %(default)s")
-    plan.add_argument("--dtype", default="float32", help="of the parameters (default %(default)s)")
+    plan.add_argument("--dtype", help="of the parameters (default: the model's own; float32 for shapes)")
     plan.add_argument("--device", default="cuda", help="of the parameters; decides on root solvers (default %(default)s)")
-    plan.add_argument("--json", action="store_true", help="as JSON")
-    more = plan.add_argument_group("options of lather.Shampoo", "explained in docs/options.md")
-    for name, option in OPTIONS.items():
-        text = plain(option.text).replace("%", "%%")
-        more.add_argument(_flag(name), type=parse_value, default=argparse.SUPPRESS, metavar="VALUE", help=text)
+    add_options(plan)
+
+    usage = "lather tune MODEL [--memory 40GB] [--step-ms 70] [--overhead 10%%] [--forward-backward-ms 60] [--OPTION VALUE ...]"
+    about = "times options on this device, and recommends some that keep budgets of memory and time"
+    tune = commands.add_parser("tune", help=about, usage=usage, allow_abbrev=False)
+    tune.set_defaults(run=run_tune)
+    add_model(tune)
+    tune.add_argument("--memory", metavar="SIZE", help="budget of the optimizer, such as 40GB, 40GiB or 512MB")
+    largest = "budget of the largest training step: forward, backward and optimizer"
+    tune.add_argument("--step-ms", type=float, metavar="MS", help=largest)
+    added = "budget of what the optimizer adds to forward and backward on average, such as 10%% or 0.1"
+    tune.add_argument("--overhead", metavar="PART", help=added)
+    known = "time of forward and backward (default: what --step-ms and --overhead leave)"
+    tune.add_argument("--forward-backward-ms", type=float, dest="forward_backward", metavar="MS", help=known)
+    tune.add_argument("--ranks", type=parse_counts, default=[], metavar="N,N,...", help="numbers of ranks to estimate for")
+    tune.add_argument("--device", help="to time on (default: cuda if there is one, or else cpu)")
+    tune.add_argument("--seconds", type=float, default=120.0, help="of search (default %(default)s)")
+    add_options(tune)
 
     view = commands.add_parser("view", help="plots of a run, from the log of a monitor: one HTML page")
     view.set_defaults(run=run_view)
@@ -77,6 +87,26 @@ def make_parser() -> argparse.ArgumentParser:
     options = commands.add_parser("options", help="every option of lather.Shampoo, as Markdown")
     options.set_defaults(run=lambda args: markdown())
     return parser
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    models = (
+        f"one of {', '.join(MODELS)}; a function that returns a model, as module:function; a folder with a config.json of "
+        'transformers; or shapes such as "w=64x32,b=64", all treated alike'
+    )
+    parser.add_argument("model", metavar="MODEL", help=models)
+    preset = "function of lather that makes the optimizer, such as from_adamw (default %(default)s)"
+    parser.add_argument("--preset", default="Shampoo", metavar="NAME", help=preset)
+    layouts = "how ranks store the parameters: ddp (default), fsdp, hsdp=K, tp=K"
+    parser.add_argument("--shard", default="ddp", metavar="LAYOUT", help=layouts)
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    more = parser.add_argument_group("options of lather.Shampoo", "explained in docs/options.md")
+    for name, option in OPTIONS.items():
+        text = plain(option.text).replace("%", "%%")
+        more.add_argument(_flag(name), type=parse_value, default=argparse.SUPPRESS, metavar="VALUE", help=text)
 
 
 def run_demo(args: argparse.Namespace) -> str:
@@ -93,18 +123,32 @@ def run_demo(args: argparse.Namespace) -> str:
 def run_plan(args: argparse.Namespace) -> str:
     from .report.plan import plan, scale_table
 
-    given = {name: value for name, value in vars(args).items() if name in (*OPTIONS, "shard", "dtype", "device", "stages")}
+    given = {name: value for name, value in vars(args).items() if name in OPTIONS}
+    given |= {name: getattr(args, name) for name in ("preset", "shard", "dtype", "device", "stages")}
     try:
-        reports = [plan(args.shapes, ranks=n, num_trainers_per_group=args.group, **given) for n in args.ranks or [1]]
-    except ValueError as error:
+        model = load(args.model)
+        reports = [plan(model, ranks=n, num_trainers_per_group=args.group, **given) for n in args.ranks or [1]]
+    except (ValueError, TypeError) as error:
         raise UserError(error) from error
     if args.ranks is None:
         return json.dumps(reports[0].to_dict(), indent=2) if args.json else str(reports[0])
     if args.json:
         rows = zip(args.ranks, reports, strict=True)
         return json.dumps([{"ranks": n, **report.to_dict()["teams"][0]} for n, report in rows], indent=2)
-    title = f"{num_params(args.shapes):,} parameters in {len(args.shapes)} tensors, {args.shard}"
+    shapes = {row.name: row.shape for row in reports[0].params}
+    title = f"{num_params(shapes):,} parameters in {len(shapes)} tensors, {args.shard}"
     return f"{title}\n\n{scale_table(args.ranks, [report.teams[0] for report in reports])}"
+
+
+def run_tune(args: argparse.Namespace) -> str:
+    from .report.tune import tune
+
+    names = (*OPTIONS, "memory", "step_ms", "overhead", "forward_backward", "ranks", "shard", "device", "preset", "seconds")
+    try:
+        report = tune(load(args.model), **{name: value for name, value in vars(args).items() if name in names})
+    except (ValueError, TypeError) as error:
+        raise UserError(error) from error
+    return json.dumps(report.to_dict(), indent=2) if args.json else str(report)
 
 
 def run_view(args: argparse.Namespace) -> str:
@@ -156,24 +200,3 @@ def parse_value(text: str) -> Any:
 
 def parse_counts(text: str) -> list[int]:
     return [positive(item) for item in text.split(",")]
-
-
-def parse_shapes(text: str) -> dict[str, tuple[int, ...]]:
-    """
-    >>> parse_shapes("w=64x32, b=64")
-    {'w': (64, 32), 'b': (64,)}
-    """
-    if text in MODELS:
-        return MODELS[text]()
-    if "=" not in text:
-        raise ArgumentTypeError(f"{text!r} is neither a shape such as w=64x32 nor one of {', '.join(MODELS)}")
-    found: dict[str, tuple[int, ...]] = {}
-    for item in map(str.strip, text.split(",")):
-        name, _, dims = item.partition("=")
-        if not name or "=" not in item or name in found:
-            raise ArgumentTypeError(f"{item!r} is not a new name with a shape, such as w=64x32")
-        sizes = [size.strip() for size in dims.split("x")]
-        if not all(map(str.isdecimal, sizes)):
-            raise ArgumentTypeError(f"{dims!r} is not a shape, such as 64x32")
-        found[name] = tuple(map(int, sizes))
-    return found

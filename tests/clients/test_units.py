@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import lather
+from lather import presets
 from lather.integrations import accelerate, transformers
 from lather.integrations.transformers import Callback, OptimizerFactory
 
@@ -26,7 +27,7 @@ def test_trainer_takes_it_for_a_factory():
     assert is_optimizer_factory(OptimizerFactory) and not is_optimizer_factory(lather.Shampoo)
 
 
-@pytest.mark.parametrize("preset", transformers.PRESETS)
+@pytest.mark.parametrize("preset", presets.PRESETS)
 def test_every_preset_is_routed(preset):
     opt = OptimizerFactory()(model(), preset=preset, lr=0.25)
     assert type(opt) is lather.Shampoo

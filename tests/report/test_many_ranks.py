@@ -12,13 +12,13 @@ from lather.report import models
 
 
 def gpt2(ranks=8, **options):
-    return lather.plan(models.MODELS["gpt2"](), ranks=ranks, **options)
+    return lather.plan(models.shapes_of(models.load("gpt2")), ranks=ranks, **options)
 
 
 def test_gpt2_over_eight_ranks():
     """State is within 10% of an eighth. One all-gather of directions has less than 5% of padding."""
     report = gpt2()
-    team, numel = report.teams[0], models.num_params(models.MODELS["gpt2"]())
+    team, numel = report.teams[0], models.num_params(models.shapes_of(models.load("gpt2")))
     assert team.state_bytes_max <= 1.1 * report.state_bytes / 8
     assert team.padding < 0.05
     assert team.inbound_bytes == 0 and team.outbound_bytes <= 4 * numel * 7 / 8 * 1.05
@@ -28,7 +28,7 @@ def test_gpt2_over_eight_ranks():
 @pytest.mark.parametrize("shard", ["fsdp", "hsdp=4", "tp=2"])
 def test_sharded_gpt2_receives_at_most_gradients_in_and_directions_out(shard):
     """Gradients of what it owns, and directions of what it stores. The owner's own part does not travel."""
-    team, numel = gpt2(shard=shard).teams[0], models.num_params(models.MODELS["gpt2"]())
+    team, numel = gpt2(shard=shard).teams[0], models.num_params(models.shapes_of(models.load("gpt2")))
     stored = numel / 8 * (2 if shard == "hsdp=4" else 1)
     assert team.inbound_bytes <= 4 * numel / 8 * 1.1
     assert team.outbound_bytes <= 4 * stored * 1.1
@@ -49,7 +49,7 @@ def test_planning_is_not_quadratic():
     calls = {}
     for ranks in (64, 512):
         with mock.patch.object(Region, "meet", autospec=True, side_effect=Region.meet) as meet:
-            report = lather.plan(models.MODELS["llama-1b"](), ranks=ranks, shard="fsdp")
+            report = lather.plan(models.shapes_of(models.load("llama-1b")), ranks=ranks, shard="fsdp")
         calls[ranks] = meet.call_count
     blocks = sum(row.blocks for row in report.params)
     assert calls[512] <= 2 * blocks + 2 * 512 * (2 + blocks // 512) < calls[64] * 4

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from lather.report.models import MODELS, gpt2
+from lather.report.models import MODELS, gpt2, load, shapes_of
 from lather.roots import SOLVERS, Eigh, Minimax, Newton
 
 pytestmark = pytest.mark.scripts
@@ -32,7 +32,8 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     modules = {name: importlib.import_module(name) for name in SCRIPTS}
     tiny = {"layers": 1, "width": 16, "vocab": 32, "context": 8}
     monkeypatch.setitem(MODELS, "gpt2-tiny", partial(gpt2, **tiny))
-    monkeypatch.setitem(MODELS, "resnet50", lambda: {"conv.weight": (8, 4, 3, 3), "fc.weight": (4, 8)})
+    small = torch.nn.ModuleDict({"conv": torch.nn.Conv2d(4, 8, 3, bias=False), "fc": torch.nn.Linear(8, 4, bias=False)})
+    monkeypatch.setitem(MODELS, "resnet50", lambda: small)
     transformer = modules["train"].transformer
     monkeypatch.setitem(modules["train"].WORKLOADS, "gpt2-tiny", partial(transformer, **tiny, heads=2, batch=2))
     yield modules
@@ -135,7 +136,7 @@ def test_transformer_has_the_shapes_of_gpt2(bench: dict[str, ModuleType]) -> Non
     size = {name: x for name, x in bench["train"].WORKLOADS["gpt2"].keywords.items() if name != "batch"}
     with torch.device("meta"):
         model = bench["models"].Transformer(**size)
-    assert sorted(tuple(p.shape) for p in model.parameters()) == sorted(MODELS["gpt2"]().values())
+    assert sorted(tuple(p.shape) for p in model.parameters()) == sorted(shapes_of(load("gpt2")).values())
 
 
 def test_solvers(bench: dict[str, ModuleType], tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ Ranks decide alike. ``control`` is equal on all of them, or Trainer itself would
 loading and gathering, which all ranks do together. So no rank waits for another in vain.
 """
 
-import difflib
 from typing import Any, final
 
 from transformers import TrainerCallback  # type: ignore[attr-defined,unused-ignore]
@@ -23,8 +22,6 @@ from ..monitor import Monitor, flat, unwrapped
 from ..optimizer import Shampoo
 from ..routing import NOTHING, Kinds, Rules, route
 from .accelerate import fsdp_plugin, gather, is_full_fsdp
-
-PRESETS = ("Shampoo", *presets.__all__)
 
 
 @final
@@ -105,11 +102,4 @@ class OptimizerFactory:
     def __call__(
         self, model: Any, *, preset: str = "from_adamw", rules: Rules = (), kinds: Kinds | None = NOTHING, **options: Any
     ) -> Shampoo:
-        if preset not in PRESETS:
-            near = difflib.get_close_matches(str(preset), PRESETS, n=1)
-            meant = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(map(repr, PRESETS))}"
-            raise ValueError(f"there is no preset {preset!r}; {meant}")
-        make = Shampoo if preset == "Shampoo" else getattr(presets, preset)
-        found = make(route(model, rules, kinds=kinds), **options)
-        assert isinstance(found, Shampoo)
-        return found
+        return presets.find(preset)(route(model, rules, kinds=kinds), **options)

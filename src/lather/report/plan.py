@@ -1,4 +1,4 @@
-"""The plan as a report: what is preconditioned and how, and the memory, traffic and work that it takes. From shapes alone."""
+"""The plan as a report: what is preconditioned and how, and the memory, traffic and work that it takes. On paper."""
 
 import math
 from collections import Counter
@@ -7,16 +7,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from .. import presets
 from ..compute.bank import block_state
 from ..methods import FILTER_ROLES
+from ..optimizer import Shampoo
 from ..options import OPTIONS, dtype_name, hint, whole
 from ..planning.blocks import Block
 from ..planning.layouts import layout_named, team_of
 from ..planning.owners import imbalance
 from ..planning.plan import BankKey, Plan, Spec, make_plan, mean_flops, refresh_flops, step_flops
+from ..runtime.parameters import grad_dtype, name_of, stored_items
 from ..runtime.unit_plan import UnitPlan, plan_units
-from ..settings import Settings, check_options, idle_on
+from ..settings import Settings, dtype_text, idle_on, resolve
 from ..storage.averaging import state_of
 from ..storage.buffers import ScratchKey
 
@@ -140,47 +144,64 @@ class PlanReport:
 
 
 def plan(
-    shapes: Mapping[str, Sequence[int]],
+    model: nn.Module | Mapping[str, Sequence[int]],
     *,
-    device: str = "cpu",
-    dtype: str = "float32",
+    device: str | None = None,
+    dtype: str | None = None,
     ranks: int = 1,
     shard: str = "ddp",
     num_trainers_per_group: int | None = None,
     stages: int = 1,
+    preset: str = "Shampoo",
     **given: Any,
 ) -> PlanReport:
-    """The report for parameters ``{name: shape}`` and options of ``Shampoo``. Needs no tensors.
+    """The report for a model, or for shapes ``{name: shape}``, and options of ``Shampoo`` or a preset. Needs no memory.
+
+    A model is routed as the optimizer would. It may be on the meta device. All shapes are treated alike. ``device`` and ``dtype``
+    replace those of the parameters; without a model the defaults are ``"cpu"`` and ``"float32"``.
 
     For several ``ranks``, ``shard`` says how they store the parameters: ``"ddp"``, ``"fsdp"``, ``"hsdp=K"`` (sharded over K ranks)
     or ``"tp=K"`` (the second dimension sharded over K ranks, the first over the others).
 
     >>> plan({"weight": (3000, 8)}, max_preconditioner_dim=1024).params[0].block_shapes
     ((1000, 8),)
-    >>> plan({"weight": (3000, 1000)}, ranks=3).teams[0].imbalance
-    1.0
+    >>> plan(nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 4)), ranks=3, preset="from_sgd").params[1].method
+    'sgd'
     """
-    if not isinstance(shapes, Mapping):
-        raise ValueError(f"shapes must map names to shapes, such as {{'weight': (64, 32)}}, not {type(shapes).__name__}")
-    for name, shape in shapes.items():
-        if not isinstance(shape, Sequence) or any(not isinstance(d, int) or d < 0 for d in shape):
-            raise ValueError(f"the shape of {name!r} is {shape!r}; it must be a tuple of whole numbers of at least 0")
-    for name in given:
-        if name not in OPTIONS:
-            raise ValueError(f"unknown option {name!r}{hint(name)}")
-    settings = check_options({name: option.default for name, option in OPTIONS.items()} | given)
-    dtype = dtype_name("dtype", dtype)
+    opt = make_optimizer(model, preset, given)
+    dtype = dtype and dtype_name("dtype", dtype)
     try:
-        torch.device(device)
+        torch.device(device or "cpu")
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is not a device that torch knows: {error}") from error
     ranks, stages = whole("ranks", ranks), whole("stages", stages)
     trainers = ranks if num_trainers_per_group is None else whole("num_trainers_per_group", num_trainers_per_group)
     specs = []
-    for name, shape in shapes.items():
-        _, layout = team_of(range(ranks), layout_named(shard, ranks, len(shape)), trainers, 0, name)
-        specs.append(Spec(name, tuple(shape), 0, device, dtype, 0, layout))
-    return PlanReport(make_plan(specs, [settings], [range(trainers)], stages))
+    for g, i, p in stored_items(opt.param_groups):
+        if p.requires_grad:
+            name, own = name_of(opt.param_groups[g], g, i), "cpu" if p.is_meta else p.device.type
+            _, layout = team_of(range(ranks), layout_named(shard, ranks, p.dim()), trainers, 0, name)
+            kinds = dtype or dtype_text(p.dtype), 0, layout, dtype or grad_dtype(p)
+            specs.append(Spec(name, tuple(p.shape), g, device or own, *kinds))
+    rules = opt._rules if isinstance(model, nn.Module) else ()
+    return PlanReport(make_plan(specs, [resolve(group) for group in opt.param_groups], [range(trainers)], stages), None, rules)
+
+
+def make_optimizer(model: nn.Module | Mapping[str, Sequence[int]], preset: str, given: Mapping[str, Any]) -> Shampoo:
+    """The optimizer of a model, or of parameters of these shapes on the meta device. Allocates nothing, and changes nothing."""
+    make = presets.find(preset)
+    for name in given if preset == "Shampoo" else ():  # presets have more arguments, and refuse others themselves
+        if name not in OPTIONS:
+            raise ValueError(f"unknown option {name!r}{hint(name)}")
+    if isinstance(model, nn.Module):
+        return make(model, **given)
+    if not isinstance(model, Mapping):
+        raise ValueError(f"shapes must map names to shapes, such as {{'weight': (64, 32)}}, not {type(model).__name__}")
+    for name, shape in model.items():
+        if not isinstance(shape, Sequence) or any(not isinstance(d, int) or d < 0 for d in shape):
+            raise ValueError(f"the shape of {name!r} is {shape!r}; it must be a tuple of whole numbers of at least 0")
+    params: list[tuple[str, Tensor]] = [(name, nn.Parameter(torch.empty(tuple(d), device="meta"))) for name, d in model.items()]
+    return make([{"params": params, "rule": "shapes"}], **given)
 
 
 def _param_rows(plan: Plan, rules: Sequence[str]) -> list[ParamRow]:

@@ -335,7 +335,7 @@ def check_memory(plan: Plan, places: Sequence[int], devices: Mapping[str, torch.
     for key, numbers in plan.banks_of(places).items():
         totals[key.device] += len(numbers) * sum(like.nbytes for like in block_state(plan, key).values())
     for device, total in totals.items():
-        limit = _device_memory(devices[device])
+        limit = device_memory(devices[device])
         if limit is not None and total > limit:
             blocks = [block for block in plan.blocks if plan.specs[block.param].device == device]
             sides = [
@@ -351,7 +351,7 @@ def check_memory(plan: Plan, places: Sequence[int], devices: Mapping[str, torch.
             )
 
 
-def _device_memory(device: torch.device) -> int | None:
+def device_memory(device: torch.device) -> int | None:
     """Bytes of memory of the device, if they are known."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
