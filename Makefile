@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-scripts docs coverage bench results clean
+.PHONY: setup demo test test-scripts docs dist coverage bench results clean
 
 setup: .venv/.installed
 
@@ -29,6 +29,15 @@ test-scripts: setup
 docs: setup
 	$(BIN)/sphinx-build -W --keep-going -n -E -q docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
+
+# Wheel and sdist. The wheel is built from the sdist, and must work in an environment that has nothing else but torch.
+dist: setup
+	rm -rf build dist
+	$(BIN)/python -m build --outdir dist . > /dev/null
+	$(PYTHON) -m venv --clear build/empty
+	build/empty/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd build && empty/bin/python ../tests/smoke.py
+	@ls -l dist
 
 # The same tests with their lines counted, which takes half as long again.
 coverage: setup

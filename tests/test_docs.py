@@ -202,3 +202,9 @@ def test_public_names_are_documented():
 
 def test_changelog_has_the_version():
     assert f"## {lather.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_workflow_tests_every_python():
+    claimed = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    tested = re.search(r"python: \[(.*)\]", (ROOT / ".github/workflows/test.yml").read_text())[1]
+    assert claimed == re.findall(r'"(.*?)"', tested) and claimed
