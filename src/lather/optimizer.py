@@ -221,7 +221,7 @@ class Shampoo(torch.optim.Optimizer):
 
     def arm(self) -> None:
         """Record the next step for :meth:`metrics`. That step takes longer, and computes the same."""
-        self._session.armed = [_kind_of(rule, number) for number, rule in enumerate(self._rules)]
+        self._session.armed = self._rules
 
     @torch.no_grad()
     def metrics(self, by: str = "parameter", gather: bool = False) -> dict[str, dict[str, Any]]:
@@ -299,10 +299,3 @@ class Shampoo(torch.optim.Optimizer):
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         twin._session.process_group = self._session.process_group
         return twin
-
-
-def _kind_of(rule: str, number: int) -> str:
-    """What metrics call the parameters of a param group."""
-    if not rule:
-        return f"param group {number}"
-    return "weights" if rule == "no rule" else rule.removeprefix("kind: ")

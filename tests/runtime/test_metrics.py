@@ -222,3 +222,14 @@ def test_before_the_first_refresh_there_is_nothing_to_tell_about_roots():
     found = opt.metrics(gather=True)["a"]
     assert all(math.isnan(found[name]) for name in ("condition", "rank", "residual", "age", "graft_ratio"))
     assert found["update"] > 0
+
+
+def test_a_group_added_after_arming():
+    w, late = (torch.nn.Parameter(torch.randn(4, 3)) for _ in range(2))
+    opt = lather.Shampoo([w])
+    opt.arm()
+    opt.add_param_group({"params": [late]})
+    for p in (w, late):
+        p.grad = torch.randn(4, 3)
+    opt.step()
+    assert list(opt.metrics(by="kind")) == ["param group 0", "param group 1"]

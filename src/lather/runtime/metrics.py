@@ -67,11 +67,11 @@ Table = dict[str, tuple[Names, Sequence[float]]]  # by parameter or kind: the me
 
 @final
 class Record:
-    """The rows of one step, on the device. ``kinds`` names the kinds of parameters, by param group."""
+    """The rows of one step, on the device. ``rules`` says what made each param group."""
 
-    def __init__(self, step: Step, specs: Sequence[Spec], kinds: Sequence[str]) -> None:
+    def __init__(self, step: Step, specs: Sequence[Spec], rules: Sequence[str]) -> None:
         self._names = [spec.name for spec in specs]
-        self._kinds = [kinds[spec.group] for spec in specs]
+        self._kinds = [_kind_of(rules[spec.group], spec.group) for spec in specs]
         self._rows: list[tuple[Sequence[int], Tensor]] = []  # parameters, and a row for each
         self._metrics: list[set[str]] = [set() for _ in specs]  # those that a parameter has
         alike: dict[Any, list[int]] = {}
@@ -157,6 +157,13 @@ class Record:
         for label, mine in zip(labels, self._metrics, strict=True):
             names[label] |= mine
         return keys, names, table
+
+
+def _kind_of(rule: str, number: int) -> str:
+    """What metrics call the parameters of a param group."""
+    if not rule:
+        return f"param group {number}"
+    return "weights" if rule == "no rule" else rule.removeprefix("kind: ")
 
 
 def _with_factors(row: Row, part: BoundSlice, method: Kronecker, ctx: Context, ready: Tensor) -> Row:

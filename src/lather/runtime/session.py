@@ -46,7 +46,7 @@ class Session:
         self.run = Run()
         self.settings: list[Settings] = []
         self.consolidated: State | None = None  # the whole state, from consolidate() to the next step
-        self.armed: Sequence[str] | None = None  # kinds of the param groups, if the next step is to be recorded
+        self.armed: Sequence[str] | None = None  # what made each param group, if the next step is to be recorded
         self.record: Record | None = None  # of the last step that was
         self._health = Health()
         self._peers = Peers([], ())
