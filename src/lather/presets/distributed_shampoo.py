@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..optimizer import Shampoo
-from ..options import OF_META, OPTIONS, readers
+from ..options import OF_META, OPTIONS
 from .from_torch import number, plain, preset
 from .meta import READERS, Options, old_graft
 
@@ -66,14 +66,7 @@ def distributed_shampoo(
     """
     given = dict(locals())
     usual = {name: value for name, value in given.items() if name not in ("params", "options")} | options
-    return preset(given, partial(_carry, usual), **_paper(usual))
-
-
-def _paper(usual: Mapping[str, Any]) -> Options:
-    """The paper's settings that have an effect; Shampoo refuses others."""
-    method = usual.get("preconditioner")
-    idle = {name for name in PAPER if method is not None and readers(name) and method not in readers(name)}
-    return {name: value for name, value in PAPER.items() if name not in idle}
+    return preset(given, partial(_carry, usual), **PAPER)
 
 
 def _carry(usual: Mapping[str, Any], given: Mapping[str, Any]) -> Options:
