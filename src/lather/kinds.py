@@ -38,13 +38,13 @@ PARAMETRIZED = re.compile(r"(?<![^.])parametrizations\.(\w+)\.original\d*$")
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 POSITIONS = re.compile(
-    r"(^|_)(pos|wpe|positions?|positional|rpb)(_(?!proj)|$)|(^|_)rel(ative)?_\w*(pos|bias|table|dist|height|width)"
+    r"(^|_)(pos|wpe|ape|positions?|positional|rpb)(_(?!proj)|$)|(^|_)rel(ative)?_\w*(pos|bias|table|dist|height|width)"
 )
 RELATIVE = re.compile(r"(^|_)(rel|relative|distance)(_(?!proj)|$)")  # of tables only
-QUERIES = re.compile(r"^(latents?|queries|prompts?|probe)$|^query_(embed|pos|feat|tokens?)")
+QUERIES = re.compile(r"^(latents?(_query|_\dd)?|queries|prompts?|probe)$|^quer(y|ies)_(embed|pos|feat|tokens?)")
 TOKENS = re.compile(r"^(?!.*embed).*tokens?$")  # of plain parameters only: an embedding that is called `token` holds words
 EMBEDDINGS = re.compile(r"(^|_)(emb|embeds?|embeddings?|embedding_table|wte|w_e|codebooks?|codevectors)$")
-HEADS = re.compile(r"^(lm_heads?|embed_out|unembed|unembedding|w_u)$")
+HEADS = re.compile(r"(^|_)lm_heads?$|^(embed_out|unembed|unembedding|w_u)$")
 INPUTS = re.compile(r"^embed_(tokens|in)$")  # names that matter only without a model, whose modules tell more
 LIKELY_HEADS = re.compile(r"(^|_)(heads?|logits)$|^(decoder|classifier|generator|output(_layer|_projection)?)$")
 EXPERTS = re.compile(r"(^|_)experts?(_|$)|(^|_)moe$")
@@ -167,13 +167,16 @@ def _is_about(rows: int, vocabulary: int) -> bool:
 
 
 def _is_position(place: _Place) -> bool:
-    """A table of positions, or tokens that no text has, such as those of classes and masks."""
-    if not (place.is_table or place.is_bare):
+    """A table of positions, or tokens that no text has, such as those of classes and masks. ``[1, n, d]`` is the same for all
+    items of a batch."""
+    if place.is_table:
+        around = any(POSITIONS.search(word) for word in place.words[-3:-2])
+        named = around or any(pattern.search(place.word) for pattern in (POSITIONS, RELATIVE, QUERIES))
+        return named or "Position" in type(place.module).__name__
+    if not place.is_bare or place.leaf.startswith("w_"):
         return False
-    if place.is_table and (RELATIVE.search(place.word) or "Position" in type(place.module).__name__):
-        return True
-    named = (POSITIONS, QUERIES) if place.is_table else (POSITIONS, QUERIES, TOKENS)
-    return not place.leaf.startswith("w_") and any(pattern.search(place.word) for pattern in named)
+    one_for_all = place.param.dim() > 2 and place.param.shape[0] == 1 and place.order > 1 and not _is_expert(place)
+    return one_for_all or any(pattern.search(place.word) for pattern in (POSITIONS, QUERIES, TOKENS))
 
 
 def _is_embedding(place: _Place) -> bool:
@@ -181,7 +184,7 @@ def _is_embedding(place: _Place) -> bool:
 
 
 def _is_router(place: _Place) -> bool:
-    if place.param.dim() < 2:
+    if _is_bias(place):
         return False
     gate, count = place.word in ("gate", "wg", "w_gate", "w_noise"), _first(place.module, NUM_EXPERTS)
     told = any("router" in word for word in place.words) or (gate and count in place.param.shape)
@@ -201,9 +204,10 @@ def _is_norm(place: _Place) -> bool:
 
 
 def _is_bias(place: _Place) -> bool:
-    """A vector, or vectors that are stacked; ``A_log`` are the rates of state spaces."""
+    """A vector, or vectors that are stacked; ``A_log`` are the rates of state spaces, and ``D`` what passes by them."""
     vector = place.param.dim() < 2 or (place.is_bare and place.order < 2)
-    return vector or place.leaf.endswith(("bias", "biases")) or place.leaf.startswith("a_log")
+    states = any(leaf.startswith("A_log") for leaf, _ in place.module.named_parameters(recurse=False))
+    return vector or bool(re.search(r"bias(es)?$|^bias_", place.leaf) or (states and re.search(r"^(a_log|ds?$)", place.leaf)))
 
 
 def _is_expert(place: _Place) -> bool:

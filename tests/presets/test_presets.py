@@ -300,6 +300,19 @@ def test_from_sgd_does_not_precondition_decay() -> None:
     torch.testing.assert_close(weight, twin)
 
 
+@pytest.mark.parametrize("method", ["soap", "spectral", "kl", None])
+@pytest.mark.parametrize("make", [lather.low_memory, lather.from_adamw, lather.distributed_shampoo], ids=lambda make: make.__name__)
+def test_what_a_preset_chooses_yields_to_the_method(make: Make, method: str | None) -> None:
+    """What the user wrote does not."""
+    model = nn.Linear(6, 5)
+    opt = make(model.parameters(), preconditioner=method)
+    model.weight.grad = model.weight.detach().sin()
+    opt.step()
+    if method == "soap":
+        with pytest.raises(ValueError, match="root_dtype='bfloat16' has no effect with preconditioner='soap'"):
+            make(model.parameters(), preconditioner=method, root_dtype="bfloat16")
+
+
 def test_low_memory() -> None:
     """4 times a square parameter where from_adamw has 6; the same checkpoints, schedulers and all."""
     w = nn.Parameter(torch.randn(256, 256))

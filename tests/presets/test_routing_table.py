@@ -63,6 +63,22 @@ NEXT |= {"layer_types": ["linear_attention", "full_attention"]}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 12], "depths": [1, 1], "num_labels": 10}
 DETR = PAIR | {"num_queries": 6, "use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
 DETR |= {"backbone_config": {"model_type": "resnet", "out_features": ["stage2"], **RESNET}}
+CONFORMER = IMAGE | {"num_mel_bins": 16, "subsampling_conv_channels": 8}
+SPEECH_PAIR = {name: value for name, value in PAIR.items() if name != "d_model"} | {"hidden_size": 16, "conv_dim": [8, 8]}
+SPEECH_PAIR |= {name: value for name, value in SPEECH.items() if name.startswith(("conv_", "num_conv", "num_feat"))}
+ZAMBA = TEXT | {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"], "attention_hidden_size": 32}
+ZAMBA |= {"mamba_d_state": 4, "mamba_dt_rank": 2, "n_mamba_heads": 2, "attention_head_dim": 8, "num_key_value_heads": 4}
+HYBRID = GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2, "shared_intermediate_size": 24}
+HYBRID |= {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4}
+ERNIE = GROUPED | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0}
+SEGFORMER = {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [3, 3]}
+SEGFORMER |= {"strides": [2, 2], "num_attention_heads": [2, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 16, "num_labels": 10}
+SAM_SEES = {"hidden_size": 16, "output_channels": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
+SAM_SEES |= {"patch_size": 8, "mlp_dim": 40, "window_size": 2, "num_pos_feats": 8}
+SAM_MASKS = {"hidden_size": 16, "mlp_dim": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "iou_head_hidden_dim": 16}
+SAM = {"vision_config": SAM_SEES, "mask_decoder_config": SAM_MASKS}
+SAM |= {"prompt_encoder_config": {"hidden_size": 16, "image_size": 32, "patch_size": 8, "mask_input_channels": 4}}
+BLIP_TEXT = SHORT | {"model_type": "opt", "ffn_dim": 40, "word_embed_proj_dim": 16}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT),
@@ -134,6 +150,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"vocab_size": 96, "d_model": 16, "d_latents": 16, "num_latents": 6, "num_blocks": 1, "max_position_embeddings": 32},
             **{"num_self_attends_per_block": 1, "num_self_attention_heads": 2, "num_cross_attention_heads": 2},
         },
+    ),
+    "parakeet": ("ParakeetForCTC", {"vocab_size": 96, "pad_token_id": 2, "encoder_config": CONFORMER}),
+    "timesformer": ("TimesformerForVideoClassification", IMAGE | {"num_frames": 4}),
+    "speecht5": ("SpeechT5ForSpeechToText", SPEECH_PAIR),
+    "zamba": ("ZambaForCausalLM", ZAMBA),
+    "nllb_moe": ("NllbMoeForConditionalGeneration", PAIR | {"num_experts": 4, "encoder_sparse_step": 1, "decoder_sparse_step": 1}),
+    "granite_hybrid": ("GraniteMoeHybridForCausalLM", HYBRID),
+    "ernie_moe": ("Ernie4_5_MoeForCausalLM", ERNIE | {"moe_num_shared_experts": 1}),
+    "recurrent_gemma": ("RecurrentGemmaForCausalLM", GROUPED | {"num_hidden_layers": 3, "lru_width": 16, "head_dim": 4}),
+    "segformer": ("SegformerForSemanticSegmentation", SEGFORMER),
+    "sam": ("SamModel", SAM),
+    "blip2": (
+        "Blip2ForConditionalGeneration",
+        {"vision_config": IMAGE, "text_config": BLIP_TEXT, "num_query_tokens": 4}
+        | {"qformer_config": SHORT | {"encoder_hidden_size": 16}},
     ),
 }
 
@@ -536,6 +567,99 @@ position | *.input_preprocessor.position_embeddings.weight *.embeddings.latents 
 matrix | *.self.{query,key,value}.weight *.dense.weight *.mlp.dense{1,2}.weight
 norm | *norm*.*
 bias | *.bias
+
+= parakeet
+bias preconditioner=None | *.self_attn.bias_{u,v}
+depthwise | *.depthwise_conv.weight encoder.subsampling.layers.{2,5}.weight
+matrix | encoder.subsampling.layers.{0,3,6}.weight encoder.subsampling.linear.weight *.pointwise_conv{1,2}.weight
+matrix | *.feed_forward{1,2}.linear{1,2}.weight *.self_attn.{q,k,v,o,relative_k}_proj.weight ctc_head.weight
+norm | *norm*.*
+bias | *.bias
+
+= timesformer
+position | *.cls_token *.position_embeddings *.time_embeddings
+fused split=3 | *.attention.qkv.weight
+matrix | *.projection.weight *.dense.weight *.temporal_dense.weight classifier.weight
+norm | *norm*.*
+bias | *.bias
+
+= speecht5
+embedding | *.embed_tokens.weight
+position | *.embed_positions.pe_k.weight
+norm | *.original0
+matrix | *.original1 *.conv.weight *.projection.weight *.{q,k,v,out}_proj.weight *_dense.weight
+norm | *norm*.*
+bias | *.bias *.masked_spec_embed
+
+= zamba
+embedding | *.embed_tokens.weight
+depthwise | *.conv1d.weight
+bias preconditioner=None | *.mamba.A_log *.mamba.D *.mamba.dt_proj_bias
+matrix | *.mamba.{x,dt}_proj_weight *.mamba.{in,out}_proj.weight *.linear.weight
+matrix | *.self_attn.{q,k,v,o}_proj.weight *.feed_forward.{gate,up,down}_proj.weight
+norm | *norm.*
+bias | *.bias
+
+= nllb_moe
+embedding | model.shared.weight
+router | *.router.classifier.weight
+matrix | *_attn.{q,k,v,out}_proj.weight *.cross_attention.{q,k,v,out}_proj.weight *.experts.expert_*.fc{1,2}.weight
+norm | *norm.*
+bias | *.bias
+
+= granite_hybrid
+embedding | *.embed_tokens.weight
+head | lm_head.weight
+router | *.router.weight
+experts batch_dims=1 | *.experts.down_proj
+fused batch_dims=1 split=2 split_dim=1 | *.experts.gate_up_proj
+depthwise | *.conv1d.weight
+matrix | *.mamba.{in,out}_proj.weight *.self_attn.{q,k,v,o}_proj.weight *.shared_mlp.{input,output}_linear.weight
+bias | *.A_log *.D *.dt_bias *.bias *.mamba.norm.weight
+norm | *norm.*
+
+= ernie_moe
+embedding | *.embed_tokens.weight
+router | *.gate.weight
+experts batch_dims=1 | *.experts.down_proj
+fused batch_dims=1 split=2 split_dim=1 | *.experts.gate_up_proj
+matrix | *.shared_experts.{gate,up,down}_proj.weight *.self_attn.{q,k,v,o}_proj.weight
+norm | *norm.*
+bias | *.e_score_correction_bias
+
+= recurrent_gemma
+embedding | *.embed_tokens.weight
+depthwise | *.conv_1d.weight
+bias preconditioner=None | *.rg_lru.{input,recurrent}_gate_bias
+matrix | *.rg_lru.{input,recurrent}_gate_weight *.linear_{x,y,out}.weight *.temporal_block.{q,k,v,o}_proj.weight
+matrix | *.mlp_block.{gate,up,down}_proj.weight
+norm | *norm.*
+bias | *.bias *.recurrent_param
+
+= segformer
+depthwise | *.dwconv.weight
+matrix | *.attention.{q,k,v,o}_proj.weight *.sequence_reduction.weight *.mlp.fc{1,2}.weight *.proj.weight
+matrix | decode_head.linear_fuse.weight decode_head.classifier.weight
+norm | *norm*.*
+bias | *.bias
+
+= sam
+position | *.positional_embedding *.pos_embed *.rel_pos_{h,w}
+embedding | *.{iou_token,mask_tokens,no_mask_embed,not_a_point_embed}.weight *.point_embed.*.weight
+fused split=3 | *.qkv.weight
+norm | *norm*.*
+matrix | *.{q,k,v,out}_proj.weight *.proj_{in,out}.weight *.layers.0.weight *.lin{1,2}.weight *.upscale_conv{1,2}.weight
+matrix | *.mask_embed.conv{1,2,3}.weight *.attn.proj.weight *.neck.conv{1,2}.weight *.projection.weight
+bias | *.bias
+
+= blip2
+embedding | *.embed_tokens.weight
+position | *.embed_positions.weight *.position_embedding query_tokens
+fused split=3 | *.qkv.weight
+matrix | *.self_attn.{q,k,v,out}_proj.weight *.fc{1,2}.weight *.self_attn.projection.weight *.patch_embedding.weight
+matrix | *.attention.{query,key,value}.weight *.dense.weight language_projection.weight
+norm | *[nN]orm*.*
+bias | *.bias *.class_embedding
 """
 
 
@@ -788,6 +912,47 @@ def test_what_only_looks_like_another_kind() -> None:
         **dict.fromkeys(["w_gate", "w_noise"], "router"),
     }
     assert set(kinds_in(Odd()).values()) == {"matrix"}
+
+
+class States(nn.Module):
+    """``D`` of a state space, for several heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A_log, self.D = nn.Parameter(torch.zeros(2, 8, 4)), nn.Parameter(torch.zeros(2, 8))
+
+
+class ByHand(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hint, self.time, self.D = (nn.Parameter(torch.zeros(shape)) for shape in ((1, 6, 8), (1, 3, 4, 8), (6, 8)))
+        self.latent_query, self.queries_embedder = nn.Parameter(torch.zeros(6, 8)), nn.Embedding(6, 8)
+        self.image_positions = nn.ModuleDict({"rows": nn.Embedding(9, 8), "scale": nn.Linear(8, 8, bias=False)})
+        self.bias_u, self.states = nn.Parameter(torch.zeros(4, 2)), States()
+        self.experts = nn.ParameterDict({"up": torch.zeros(1, 8, 6)})
+        self.router = nn.ParameterDict({"correction_bias": torch.zeros(1, 4)})
+        self.audio_lm_head = nn.Linear(8, 32, bias=False)
+
+
+def test_kinds_by_shapes_and_by_what_is_around() -> None:
+    """``[1, n, d]`` is added to every item of a batch, unless it is a stack of one expert."""
+    assert kinds_in(ByHand()) == {
+        **dict.fromkeys(["hint", "time", "latent_query", "queries_embedder.weight", "image_positions.rows.weight"], "position"),
+        **dict.fromkeys(["bias_u", "states.A_log", "states.D"], "bias preconditioner=None"),
+        **{"router.correction_bias": "bias", "experts.up": "experts batch_dims=1", "audio_lm_head.weight": "head"},
+        **dict.fromkeys(["D", "image_positions.scale.weight"], "matrix"),
+    }
+
+
+def test_what_torch_has() -> None:
+    """Parts of a transformer, and recurrent layers, which are left whole."""
+    found = kinds_in(nn.Transformer(8, 2, 1, 1, 16, batch_first=True))
+    assert {name.split(".", 3)[-1] for name, kind in found.items() if kind == "fused split=3"} == {
+        "self_attn.in_proj_weight",
+        "multihead_attn.in_proj_weight",
+    }
+    layers = nn.Sequential(nn.LSTM(8, 6, 2, proj_size=4, bidirectional=True), nn.GRU(8, 6), nn.RNN(8, 6), nn.LSTMCell(8, 6))
+    assert {name: kind for name, kind in kinds_in(layers).items() if kind != ("bias" if "bias" in name else "matrix")} == {}
 
 
 # Training.

@@ -10,17 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from ..optimizer import Shampoo
-from ..options import OPTIONS, readers
+from ..options import OF_META, OPTIONS
 from .from_torch import number, plain, preset
 from .meta import READERS, Options, old_graft
 
 # Root solvers other than eigh damp more than 1e-12.
 PAPER: Options = {"exponent": None, "damping": "absolute", "refresh_warmup": 0.0, "precondition_1d": True, "root": "eigh"}
 OLD_GRAFT = {"grafting_type", "grafting_beta2", "grafting_epsilon"}
-IGNORED = (
-    *("use_pin_memory", "shampoo_pt2_compile_config", "shampoo_runtime_config", "concurrency_config", "use_pytorch_compile"),
-    *("pytorch_compile_backend", "use_protected_eigh", "track_root_inv_residuals", "use_dtensor", "dist_strategy", "debug_mode"),
-)
+IGNORED = tuple(name for name, instead in OF_META.items() if not instead)
 LATER = {  # names of the first versions
     "adam_w_mode": "weight_decay_type",
     "init_delay": "start_preconditioning_step",
@@ -69,14 +66,7 @@ def distributed_shampoo(
     """
     given = dict(locals())
     usual = {name: value for name, value in given.items() if name not in ("params", "options")} | options
-    return preset(given, partial(_carry, usual), **_paper(usual))
-
-
-def _paper(usual: Mapping[str, Any]) -> Options:
-    """The paper's settings that have an effect; Shampoo refuses others."""
-    method = usual.get("preconditioner")
-    idle = {name for name in PAPER if method is not None and readers(name) and method not in readers(name)}
-    return {name: value for name, value in PAPER.items() if name not in idle}
+    return preset(given, partial(_carry, usual), **PAPER)
 
 
 def _carry(usual: Mapping[str, Any], given: Mapping[str, Any]) -> Options:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..optimizer import Shampoo
-from ..options import ARGUMENTS, FLAGS, OPTIONS, refuse_unknown
+from ..options import ARGUMENTS, FLAGS, OPTIONS, readers, refuse_unknown
 from ..routing import route
 
 Translate = Callable[[Mapping[str, Any]], dict[str, Any]]  # another optimizer's arguments -> options of Shampoo
@@ -149,21 +149,28 @@ def from_adamw(
 def low_memory(params: Any, *arguments: Any, **options: Any) -> Shampoo:
     """:func:`from_adamw` with ``factors="packed"`` and ``root_dtype="bfloat16"``. Averages stay in float32.
 
-    The state is 4 times the size of a square parameter instead of 6 (AdamW: 2). Other presets take the same two options.
+    The state is 4 times the size of a square parameter instead of 6 (AdamW: 2). Other presets take the same two options. A method
+    without roots, such as SOAP, gets ``factors`` only.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(64, 64, bias=False)
     >>> [make(model.parameters()).plan().state_bytes / model.weight.nbytes for make in (lather.from_adamw, lather.low_memory)]
     [6.0, 4.015625]
     """
-    return from_adamw(params, *arguments, **{"factors": "packed", "root_dtype": "bfloat16"} | options)
+    return from_adamw(params, *arguments, **chosen({"factors": "packed", "root_dtype": "bfloat16"}, options) | options)
 
 
 def preset(given: dict[str, Any], translate: Translate, **recipe: Any) -> Shampoo:
     """``Shampoo`` from all arguments of a preset, which are its ``locals()``."""
     params, options = given.pop("params"), given.pop("options")
     groups = [translate(item) if isinstance(item, dict) else item for item in listed(params)]
-    return build(groups, recipe | translate(given | options), given)
+    return build(groups, chosen(recipe, options) | translate(given | options), given)
+
+
+def chosen(recipe: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a preset chooses, without options that mean nothing to the method that the user chose."""
+    method = options.get("preconditioner")
+    return {name: value for name, value in recipe.items() if method is None or method in (readers(name) or [method])}
 
 
 def build(params: Any, options: Mapping[str, Any], arguments: Iterable[str]) -> Shampoo:
