@@ -63,7 +63,7 @@ def start(args: argparse.Namespace) -> torch.device:
 def finish() -> None:
     """Leave together. The pause lets gloo's threads drop their tensors: torch aborts if Python ends first (pytorch#190489)."""
     dist.barrier()
-    time.sleep(0.2)
+    time.sleep(0.5)
     dist.destroy_process_group()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
 from types import SimpleNamespace as Fake
 
 import pytest
@@ -108,6 +110,89 @@ def test_a_learning_rate_and_a_note_may_be_tensors():
     monitor.note(loss=torch.tensor(2.0), epoch=3)
     opt.step()
     assert [records[0][name] for name in ("lr", "loss", "epoch")] == [0.25, 2.0, 3.0]
+
+
+def test_a_note_is_for_the_next_record_alone():
+    model, opt = make()
+    records = []
+    monitor = lather.Monitor(opt, every=2, to=records.append)
+    monitor.note(validation=0.5)
+    train(model, opt, 4)
+    assert [record.get("validation") for record in records] == [0.5, None]
+
+
+@pytest.mark.parametrize("name", ["step", "time", "metrics"])
+def test_a_note_does_not_replace_what_a_record_has(name):
+    _, opt = make()
+    with pytest.raises(ValueError, match=rf"note\({name}=...\) is not possible.*choose another name"):
+        lather.Monitor(opt, to=print).note(loss=1.0, **{name: 3})
+
+
+@pytest.mark.parametrize("value", ["low", None, torch.ones(3), [1.0]], ids=str)
+def test_a_note_must_be_a_number(value):
+    _, opt = make()
+    with pytest.raises(ValueError, match=r"note\(loss=...\) takes a number or a tensor of one element, not"):
+        lather.Monitor(opt, to=print).note(loss=value)
+
+
+def test_the_steps_of_others_are_not_written():
+    """Neither those that the user arms, nor those of another monitor."""
+    model, opt = make()
+    ours, theirs = [], []
+    lather.Monitor(opt, every=5, to=ours.append)
+    lather.Monitor(opt, every=4, to=theirs.append)
+    for step in range(1, 13):
+        if step == 6:
+            opt.arm()
+        train(model, opt, 1)
+    assert [record["step"] for record in ours] == [1, 4, 9]
+    assert [record["step"] for record in theirs] == [1, 3, 7, 11]
+
+
+@pytest.mark.parametrize("text", ['{"precious": 1}', "a,b\n1,2\n", "\n"])
+def test_a_file_of_something_else_is_left_alone(tmp_path, text):
+    path = tmp_path / "settings.json"
+    path.write_text(text)
+    _, opt = make()
+    with pytest.raises(ValueError, match=r"settings\.json' is a file that no Monitor wrote; choose another name"):
+        lather.Monitor(opt, to=path)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("half", ["{", '{"step": ', '{"step": 15, "lr"'])
+def test_half_a_line_is_a_file_too(tmp_path, half):
+    path = tmp_path / "run.jsonl"
+    path.write_text(half)
+    model, opt = make()
+    lather.Monitor(opt, to=path)
+    train(model, opt, 1)
+    assert json.loads(path.read_text())["step"] == 1
+
+
+def test_the_path_is_that_of_the_folder_at_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, opt = make()
+    lather.Monitor(opt, to="run.jsonl")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir("other")
+    train(model, opt, 1)
+    assert (tmp_path / "run.jsonl").read_text() and not (tmp_path / "other" / "run.jsonl").exists()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))], ids=["copied", "pickled"])
+def test_a_copy_of_the_optimizer_has_no_monitor(duplicate):
+    model, opt = make()
+    records = []
+    lather.Monitor(opt, every=1, to=records.append)
+    train(model, opt, 2)
+    twin = duplicate(opt)
+    for group in twin.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+    twin.step()
+    assert len(records) == 2
+    train(model, opt, 1)
+    assert len(records) == 3
 
 
 def test_a_step_without_gradients_is_not_recorded():

@@ -5,6 +5,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, final
 
 from torch import Tensor
@@ -14,6 +15,8 @@ from .options import whole
 from .runtime.session import my_rank
 
 Record = dict[str, Any]  # step, time, lr, what was noted, and the metrics
+OWN = ("step", "time", "metrics")  # names that a note cannot have
+BEGINNING = b'{"step": '  # of every line
 Writer = Callable[[Record], object]
 
 
@@ -26,8 +29,8 @@ class Monitor:
     ``to`` is the path of a file of JSON lines (``lather view`` makes a page of it), a TensorBoard ``SummaryWriter``, a run of
     Weights & Biases, or a function that is called with each record; or a list of these. ``by`` is ``"kind"`` or ``"parameter"``.
 
-    With several ranks all of them make a monitor, and the first one writes. A step that is recorded takes longer, and all ranks
-    wait for each other. Other steps are as without a monitor.
+    With several ranks, make it on all of them, not on rank 0 alone: metrics are gathered from all ranks, and rank 0 writes. A
+    step that is recorded takes longer, and all ranks wait for each other. Other steps are as without a monitor.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(8, 4)
@@ -51,13 +54,19 @@ class Monitor:
         self._noted: dict[str, Any] = {}
         self._began = time.monotonic()
         targets = list(to) if isinstance(to, (list, tuple)) else [to]
-        self._seen: Any = None  # the session's record that was written last
+        self._due = False  # whether this step is written
+        self._seen: Any = None  # the session's record before this step
         self._writes = my_rank() == opt._session.world()[0]
         self._writers = [writer_to(target) for target in targets] if self._writes else []
         self._hooks = [opt.register_step_pre_hook(self._before), opt.register_step_post_hook(self._after)]
 
     def note(self, **numbers: Any) -> None:
-        """Numbers for the next record, such as ``loss``. Tensors are not read until then."""
+        """Numbers for the next record alone, such as ``loss``. Tensors are not read until then."""
+        for name, x in numbers.items():
+            if name in OWN:
+                raise ValueError(f"note({name}=...) is not possible, because a record has its own {name!r}; choose another name")
+            if x.numel() != 1 if isinstance(x, Tensor) else not isinstance(x, Real):
+                raise ValueError(f"note({name}=...) takes a number or a tensor of one element, not {x!r}")
         self._noted |= {name: x.detach() if isinstance(x, Tensor) else x for name, x in numbers.items()}
 
     def close(self) -> None:
@@ -66,15 +75,18 @@ class Monitor:
             hook.remove()
 
     def _before(self, *_: Any) -> None:
-        if self.record is None or (self._opt._session.count + 2) % self._every == 0:
+        session = self._opt._session
+        self._seen, self._due = session.record, self.record is None or (session.count + 2) % self._every == 0
+        if self._due:
             self._opt.arm()
 
     def _after(self, *_: Any) -> None:
         session = self._opt._session
-        if session.record is self._seen:
+        if not self._due or session.record is self._seen:  # armed by the user alone, or there was nothing to do
             return
-        self._seen, metrics = session.record, self._opt.metrics(self._by, gather=True)
+        metrics = self._opt.metrics(self._by, gather=True)
         numbers = {"time": time.monotonic() - self._began, "lr": self._opt.param_groups[0]["lr"], **self._noted}
+        self._noted = {}
         self.record = {"step": session.count, **{name: float(x) for name, x in numbers.items()}, "metrics": metrics}
         for write in self._writers:
             write(self.record)
@@ -90,10 +102,8 @@ def unwrapped(optimizer: Any) -> Any:
 def writer_to(target: Any) -> Writer:
     """What writes records to a target."""
     if isinstance(target, (str, os.PathLike)):
-        path = os.fspath(target)
-        with open(path, "ab+") as file:  # a mistake in the path shows at once
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)  # a job that was killed may have left half a line
+        path = os.path.abspath(target)
+        _begin(path)
         return lambda record: _append(path, record)
     if hasattr(target, "add_scalar"):
         return lambda record: [target.add_scalar(name, x, record["step"]) for name, x in flat(record).items()]
@@ -106,14 +116,24 @@ def writer_to(target: Any) -> Writer:
     )
 
 
-def flat(record: Mapping[str, Any]) -> dict[str, float]:
+def flat(record: Mapping[str, Any], prefix: str = "lather") -> dict[str, float]:
     """The metrics that are finite, by names such as ``lather/weights/condition``."""
     return {
-        f"lather/{key}/{name}": value
+        f"{prefix}/{key}/{name}": value
         for key, values in record["metrics"].items()
         for name, value in values.items()
         if math.isfinite(value)
     }
+
+
+def _begin(path: str) -> None:
+    """Make the file, or take that of an earlier run. A mistake in the path shows at once."""
+    with open(path, "ab+") as file:
+        file.seek(0)
+        if not BEGINNING.startswith(file.read(len(BEGINNING))):
+            raise ValueError(f"to={path!r} is a file that no Monitor wrote; choose another name")
+        file.seek(0)
+        file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))  # a job that was killed may have left half a line
 
 
 def _append(path: str, record: Record) -> None:

@@ -220,7 +220,7 @@ class Shampoo(torch.optim.Optimizer):
         return tally(self._session.run.banks, self._session.run.name_of)
 
     def arm(self) -> None:
-        """Record the next step for :meth:`metrics`. That step takes longer, and computes the same."""
+        """Record the next step for :meth:`metrics`. That step takes longer, and computes the same. All ranks must call this."""
         self._session.armed = self._rules
 
     @torch.no_grad()

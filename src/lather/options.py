@@ -369,7 +369,8 @@ def hint(name: str, also: Iterable[str] = (), *, sure: bool = False) -> str:
         return f"; in Shampoo it is {' or '.join(map(repr, instead.split()))}{taker}"
     if name in OF_META and not sure:
         return "; it has no effect in Shampoo; leave it out"
-    if found := nearest(name, (*also, *OPTIONS, *OF_PRESETS, *(() if sure else ARGUMENTS)), 0.85 if sure else 0.6):
+    own, cutoff = (*also, *OPTIONS, *(() if sure else ARGUMENTS)), 0.85 if sure else 0.6
+    if found := nearest(name, own, cutoff) or nearest(name, OF_PRESETS, cutoff):
         return f"; did you mean {found!r}?"
     return "" if sure else "; docs/options.md has them all"
 

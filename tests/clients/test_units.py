@@ -11,7 +11,7 @@ from torch import nn
 
 import lather
 from lather import presets
-from lather.integrations import accelerate, transformers
+from lather.integrations import accelerate, lightning, transformers
 from lather.integrations.transformers import Callback, OptimizerFactory
 
 # The factory.
@@ -130,3 +130,28 @@ def test_one_process_and_other_optimizers_need_no_gathering():
         accelerate.gather(opt)
     assert ours._session.consolidated is None
     assert accelerate.unwrapped(Fake(optimizer=Fake(optimizer=ours))) is ours
+
+
+# Several optimizers in Lightning, as a GAN has.
+
+
+def test_names_in_lightning_tell_optimizers_apart():
+    first, other, second = lather.Shampoo(model()), torch.optim.SGD(model().parameters()), lather.Shampoo(model())
+    logged: list[tuple[set[str], int]] = []
+    logger = Fake(log_metrics=lambda numbers, step: logged.append(({name.rpartition("/")[0] for name in numbers}, step)))
+    runner, callback = Fake(optimizers=[first, other, second], loggers=[logger]), lightning.Callback(every=2)
+    callback.on_train_start(runner, None)
+    for opt in (first, second):
+        for group in opt.param_groups:
+            for p in group["params"]:
+                p.grad = torch.ones_like(p)
+        opt.step()
+        callback.on_train_batch_end(runner, None)
+    kinds = ("weights", "embedding", "norm", "bias")
+    assert logged == [({f"lather/{i}/{kind}" for kind in kinds}, 1) for i in (0, 1)]
+
+
+def test_one_file_for_several_optimizers_is_refused(tmp_path):
+    runner = Fake(optimizers=[lather.Shampoo(model()), lather.Shampoo(model())], loggers=[])
+    with pytest.raises(ValueError, match="would mix the records of 2 lather optimizers; leave it out"):
+        lightning.Callback(to=tmp_path / "run.jsonl").on_train_start(runner, None)

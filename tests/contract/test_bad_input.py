@@ -178,6 +178,7 @@ LOOSE: list[tuple[str, str]] = [  # where every unknown name is a mistake
     ("use_pin_memory", "it has no effect in Shampoo; leave it out"),
     ("weights_decay_mod", "did you mean 'weight_decay_mode'?"),
     ("stage", "did you mean 'stages'?"),
+    ("preconditioner_type", "did you mean 'preconditioner'?"),
     ("colour", "docs/options.md has them all"),
 ]
 

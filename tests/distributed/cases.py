@@ -401,6 +401,26 @@ def step_of_another_shape() -> None:
     opt.step()
 
 
+def step_with_a_monitor_on_one_rank(layout: str) -> None:
+    """As users do with loggers."""
+    run = Run(layout, Case())
+    if dist.get_rank() == 0:
+        lather.Monitor(run.opt, to=print)
+    run.set_grads(1)
+    run.opt.step()
+
+
+def monitored_steps(layout: str) -> list[int]:
+    """All ranks have a monitor, and one of them arms a step for itself."""
+    run, records = Run(layout, Case()), list[Any]()
+    lather.Monitor(run.opt, every=5, to=records.append)
+    run.advance(1, 5)
+    if dist.get_rank() == 0:
+        run.opt.arm()
+    run.advance(6, 10)
+    return [record["step"] for record in records]
+
+
 def step_after_the_end(layout: str) -> None:
     """The process group is destroyed, as at the end of a program that goes on."""
     run = Run(layout, Case()).advance(1, 3)

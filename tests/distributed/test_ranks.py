@@ -39,6 +39,16 @@ def test_gradients(layout: str, pools: Pools) -> None:
     refused(pools[2].attempt(cases.step_without_a_gradient, layout, "up.weight", timeout=10), "up.weight")
 
 
+@pytest.mark.parametrize("layout", ["ddp2", "fsdp2"])
+def test_a_monitor_on_one_rank(layout: str, pools: Pools) -> None:
+    """Metrics are gathered from all ranks, so this would wait forever."""
+    refused(pools[2].attempt(cases.step_with_a_monitor_on_one_rank, layout, timeout=10), "lather.Monitor", "every rank")
+
+
+def test_a_step_that_one_rank_records_for_itself(pools: Pools) -> None:
+    assert pools[2].run(cases.monitored_steps, "ddp2", timeout=20) == [[1, 4, 9], []]
+
+
 def test_parameters(pools: Pools) -> None:
     refused(pools[2].attempt(cases.step_of_another_shape, timeout=10), "weight")
 

@@ -15,21 +15,27 @@ from ..optimizer import Shampoo
 class Callback(LightningCallback):  # type: ignore[misc,unused-ignore]
     """Logs the metrics of every lather optimizer to the trainer's loggers.
 
-    ``every``, ``to`` and ``by`` are those of :class:`lather.Monitor`; ``to`` is for more than the loggers.
+    ``every``, ``to`` and ``by`` are those of :class:`lather.Monitor`; ``to`` is for more than the loggers. If there are several
+    lather optimizers, names tell them apart (``lather/0/weights/condition``), and ``to`` is refused.
 
     >>> from lather.integrations.lightning import Callback
     >>> callbacks = [Callback(every=100)]  # for Trainer(..., callbacks=callbacks)
     """
 
     def __init__(self, every: int = 100, to: Any = (), by: str = "kind") -> None:
-        self._given: tuple[Any, ...] = every, to, by
+        self._every, self._to, self._by = every, to, by
         self._monitors: list[Monitor] = []
         self._logged: list[Any] = []  # the record of each that was logged last
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.teardown(trainer, pl_module, "fit")
         ours = [opt for opt in map(unwrapped, trainer.optimizers) if isinstance(opt, Shampoo)]
-        self._monitors = [Monitor(opt, *self._given) for opt in ours]
+        if len(ours) > 1 and self._to != ():
+            raise ValueError(
+                f"to={self._to!r} would mix the records of {len(ours)} lather optimizers; leave it out, and make a lather.Monitor "
+                "for each of them"
+            )
+        self._monitors = [Monitor(opt, self._every, self._to, self._by) for opt in ours]
         self._logged = [None] * len(ours)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
@@ -37,8 +43,9 @@ class Callback(LightningCallback):  # type: ignore[misc,unused-ignore]
             record = monitor.record
             if record is not None and record is not self._logged[i]:
                 self._logged[i] = record
+                numbers = flat(record, f"lather/{i}" if len(self._monitors) > 1 else "lather")
                 for logger in trainer.loggers:
-                    logger.log_metrics(flat(record), step=record["step"])
+                    logger.log_metrics(numbers, step=record["step"])
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         for monitor in self._monitors:

@@ -29,7 +29,7 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Gathers the state of a lather optimizer before every checkpoint, so that Trainer saves all of it with several ranks.
     And logs metrics.
 
-    Put it behind callbacks of your own that set ``control.should_save``.
+    Put it at the end of the callbacks: it does not see what a later one does to ``control.should_save``.
 
     ``every``, ``to`` and ``by`` are those of :class:`lather.Monitor`. The metrics of a step are kept with Trainer's next log, in
     ``trainer.state.log_history``. Trainer's own reporters have written that log by then, so pass your TensorBoard writer or

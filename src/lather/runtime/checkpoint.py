@@ -277,8 +277,8 @@ def warn_of_parts() -> None:
     warnings.warn(
         "this state_dict() has only the blocks that this rank owns, so a file of it cannot be loaded. Call "
         "opt.consolidate_state_dict() on all ranks before it, and save the state of rank 0. With accelerate use "
-        "lather.integrations.accelerate.register(accelerator), with transformers' Trainer add "
-        "lather.integrations.transformers.Callback() to its callbacks",
+        "lather.integrations.accelerate.register(accelerator), with transformers' Trainer put "
+        "lather.integrations.transformers.Callback() at the end of its callbacks",
         stacklevel=4,  # the line that called opt.state_dict()
     )
 

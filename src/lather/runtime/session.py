@@ -116,6 +116,7 @@ class Session:
         if not self._agreed:
             self._peers = agreement.find_peers(groups, self.world(), all_ranks(None), self.process_group)
         given = {"num_trainers_per_group": self.trainers, "stages": self._stages, "check_ranks": self._check_ranks}
+        given["recording this step (lather.Monitor, opt.arm())"] = self.armed is not None
         agreement.agree(self._peers, self.run, groups, self.world(), given, self._loaded, error)
         if not self._agreed:
             self._strict = self._peers.any(any(settings.raise_on_nonfinite for settings in self.settings))
