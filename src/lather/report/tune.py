@@ -123,6 +123,8 @@ def tune(
     if callable(forward_backward):
         forward_backward = time_closure(forward_backward, model, where)
     budgets = make_budgets(memory, step_ms, overhead, forward_backward)
+    if not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
+        raise ValueError(f"seconds={seconds!r} is not a number of seconds, at least 0 and finite")
     trials = Trials(model, preset, given, where, budgets, shared=bool(ranks))
     show = sys.stderr.isatty() if progress is None else progress
     trials.search(seconds, show_progress if show else lambda *_: None)
