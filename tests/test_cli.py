@@ -107,6 +107,8 @@ TOO_MUCH = [
     (["plan", "w" * 5000], "there is no model"),
     (["tune", "w=1000000000x1000000"], "at most 1,048,576"),
     (["tune", "w=10000000x100000", "--large-dim", "diagonal"], "do not fit on"),
+    (["tune", "w=8x8", "--memory", "0.5"], "memory='0.5' is not a size"),
+    (["tune", "w=8x8", "--memory", "1" + "0" * 400], "is not a size"),
     (["tune", "w=8x8", "--seconds", "nan"], "seconds=nan"),
 ]
 
