@@ -87,6 +87,52 @@ def test_what_makes_no_sense_is_refused_without_a_traceback(given, capsys):
     assert given[0].strip("-") in capsys.readouterr().err
 
 
+DEEP = "(" * 5000 + ")" * 5000
+TOO_MUCH = [
+    (["plan", "gpt2", "--split", "1000000000"], "split=1000000000 does not fit"),
+    (["plan", "w=0x5", "--split", "1000000000"], "at most 1,048,576"),
+    (["plan", "gpt2", "--ranks", "100000000"], "at most 16384 ranks"),
+    (["plan", "w=1000000000x1000000000"], "at most 1,048,576"),
+    (["plan", "w=10000000000x10000000000"], "torch has no tensor of such a shape"),
+    (["plan", f"w={'9' * 5000}"], "is not a shape"),
+    (["plan", "gpt2", "--max-preconditioner-dim", "1"], "at most 1,048,576"),
+    (["plan", "w=1000000000x4x4", "--batch-dims", "1"], "at most 1,048,576"),
+    (["plan", "w=8x8", "--ranks", "8", "--shard", f"tp={'9' * 5000}"], "does not divide 8 ranks"),
+    (["plan", "w=8x8", "--precondition-frequency", "1" + "0" * 400], "up to 9223372036854775807"),
+    (["plan", "w=8x8", "--lr", "1" + "0" * 400], "at least 0 and finite"),
+    (["plan", "w=8x8", "--root", DEEP], "cannot be read"),
+    (["plan", "w=8x8", "--root", "newton(iterations=99999999999)"], "at most 1000"),
+    (["plan", "w=8x8", "--root", "minimax(relative_eps=1e-300)"], "at least 1e-16"),
+    (["plan", "w=8x8", "--betas", "{[]: 1}"], "a pair (beta1, beta2)"),
+    (["plan", "w" * 5000], "there is no model"),
+    (["tune", "w=1000000000x1000000"], "at most 1,048,576"),
+    (["tune", "w=10000000x100000", "--large-dim", "diagonal"], "do not fit on"),
+    (["tune", "w=8x8", "--memory", "0.5"], "memory='0.5' is not a size"),
+    (["tune", "w=8x8", "--memory", "1" + "0" * 400], "is not a size"),
+    (["tune", "w=8x8", "--seconds", "nan"], "seconds=nan"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), TOO_MUCH, ids=lambda x: str(x)[:60])
+def test_what_would_take_for_ever_is_refused_at_once(arguments, message, capsys):
+    assert cli.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", [",".join(["8"] * 33), "9" * 30, "9" * 5000], ids=lambda x: str(len(x)))
+def test_too_many_ranks_are_refused(text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["plan", "w=8x8", "--ranks", text])
+    assert "at most" in capsys.readouterr().err
+
+
+def test_long_periods_and_many_ranks_are_planned_at_once():
+    staggered = {"refresh": "staggered", "precondition_frequency": 10**15}
+    assert lather.plan({"w": (8, 8), "v": (8, 4)}, **staggered).state_bytes
+    report = lather.plan({"w": (8, 8)}, ranks=10**9, num_trainers_per_group=4)
+    assert report.teams[0].trainers == 4
+
+
 @pytest.mark.parametrize("command", [[], ["plan"], ["demo"], ["view"], ["options"]])
 def test_help_is_plain_text(command, capsys):
     """Options are described in Markdown, for docs/options.md. The command line takes it out."""

@@ -15,6 +15,8 @@ from ._version import __version__
 from .options import OF_OTHERS, OF_PRESETS, OPTIONS, markdown, nearest, plain
 from .report.models import MODELS, load, num_params
 
+MOST_LINES = 32  # numbers of ranks in one table: a plan is made for each
+
 
 class UserError(Exception):
     """A mistake of the user, shown without a traceback."""
@@ -175,9 +177,11 @@ def _meant(flag: str) -> str | None:
 
 
 def whole(text: str, low: int = 0) -> int:
-    if not (text.strip().isdecimal() and int(text) >= low):
-        raise ArgumentTypeError(f"{text.strip()!r} is not a whole number of at least {low}")
-    return int(text)
+    digits = text.strip()
+    if not (digits.isdecimal() and len(digits) < 19 and int(digits) >= low):
+        limit = " with at most 18 digits" if digits.isdecimal() and len(digits) > 18 else ""
+        raise ArgumentTypeError(f"{digits!r} is not a whole number of at least {low}{limit}")
+    return int(digits)
 
 
 positive = partial(whole, low=1)
@@ -194,9 +198,12 @@ def parse_value(text: str) -> Any:
         return words[text.lower()]
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # the last two if it is nested too deep
         return text
 
 
 def parse_counts(text: str) -> list[int]:
-    return [positive(item) for item in text.split(",")]
+    counts = [positive(item) for item in text.split(",")]
+    if len(counts) > MOST_LINES:
+        raise ArgumentTypeError(f"{len(counts)} numbers; give at most {MOST_LINES}")
+    return counts

@@ -20,6 +20,7 @@ from .methods import GRAFTS, METHODS
 Check = Callable[[str, Any], Any]
 AUTO, NESTEROV = "auto", "nesterov"
 NO_ALIASES: Mapping[str, str | None] = {}
+LARGEST = (1 << 63) - 1  # Python's whole numbers have no limit, but arithmetic on larger ones may fail
 
 
 def _fail(name: str, value: object, allowed: str) -> ValueError:
@@ -39,11 +40,17 @@ def _number(low: float, high: float = math.inf, *, open_low: bool = False, open_
             raise _fail(name, value, f"a number, {bounds}")
         above = value > low if open_low else value >= low
         below = value < high if open_high else value <= high
-        if not (above and below):
+        if not (above and below) or (isinstance(value, int) and value > LARGEST):
             raise _fail(name, value, bounds)
         return value if type(value) in (int, float) else float(value)  # NumPy's numbers do not survive in checkpoints
 
     return check
+
+
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Whether it is an ordinary tensor of real numbers: not sparse, complex, quantised, or on the meta device."""
+    plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+    return plain and not tensor.is_quantized and not tensor.is_complex()
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
@@ -53,7 +60,7 @@ def is_on_host(tensor: torch.Tensor) -> bool:
 
 def _lr(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        if value.numel() != 1:
+        if not is_readable(value) or value.numel() != 1:
             raise _fail(name, value, "a number or a tensor of one element")
         if not 0 <= value.reshape(1).tolist()[0] < math.inf:
             raise _fail(name, value, "at least 0 and finite")
@@ -78,6 +85,8 @@ def _count(low: int, *, infinite: bool = False) -> Check:
             return math.inf
         if not _is_number(value) or not low <= value < math.inf or value != int(value):
             raise _fail(name, value, allowed)
+        if value > LARGEST:
+            raise _fail(name, value, f"{allowed}, up to {LARGEST}")
         return int(value)
 
     return check
@@ -104,7 +113,7 @@ def _choice(*names: str | None, meanings: Sequence[str] = (), others: Mapping[st
     listed = "one of " + ", ".join(allowed)
 
     def check(name: str, value: Any) -> Any:
-        if value in names:
+        if (value is None or isinstance(value, str)) and value in names:
             return value
         close = difflib.get_close_matches(str(value), [n for n in names if n], n=1)
         guesses = [others[value]] if isinstance(value, str) and value in others else close
@@ -159,6 +168,7 @@ def _dtype(*names: str) -> Check:
 dtype_name = _dtype("float32", "float64", "bfloat16", "float16")
 
 
+_power = _number(0, 16, open_high=False)  # of a step count: more may overflow
 _precision = _choice(
     None,
     "float32",
@@ -243,7 +253,7 @@ OPTIONS: dict[str, Option] = {
     "averaging": Option(None, _averaging, "instead of momentum: `\"schedule_free\"`, or `\"gpa\"` (generalised primal averaging); needs `opt.train()` and `opt.eval()`, see [algorithm](algorithm.md#averaging)", structural=True),
     "averaging_beta": Option(None, _optional(_number(0, 1, open_high=False)), "weight of the average in the point at which gradients are taken (GPA's mu_y); default 0.9, 0.7 for `\"gpa\"`", structural=True),
     "averaging_decay": Option(None, _optional(_number(0, 1)), "fraction of the average of `\"gpa\"` that a step keeps (its mu_x); default 0.9967"),
-    "averaging_powers": Option((2.0, 0.0), _pair(_number(0), _number(0), "of powers, of the learning rate and of the step"), "`(p, r)`: in the average of `\"schedule_free\"`, step `t` has weight `max_lr**p * t**r`"),
+    "averaging_powers": Option((2.0, 0.0), _pair(_power, _power, "of powers, of the learning rate and of the step"), "`(p, r)`: in the average of `\"schedule_free\"`, step `t` has weight `max_lr**p * t**r`"),
     "maximize": Option(False, _bool, "ascend instead of descend"),
     "bias_correction": Option(True, _bool, "correct the averages for their start at zero"),
     "preconditioner": Option(DEFAULT, _method, lambda: f"the method. {_methods()}; `None`: no preconditioning, the graft alone (Adam if that is `None` too)", structural=True),

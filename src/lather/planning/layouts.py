@@ -161,9 +161,9 @@ def layout_named(name: str, ranks: int, order: int) -> Layout:
     first, second = (0 if order else None), (1 if order > 1 else None)
     if kind in ("ddp", "fsdp") and not count:
         return Layout((Axis(ranks, first if kind == "fsdp" else None),))
-    if kind not in ("hsdp", "tp") or not count.isdecimal() or int(count) == 0:
+    if kind not in ("hsdp", "tp") or not count.isdecimal() or not count.strip("0"):
         raise ValueError(f"shard={name!r} is not valid: it must be ddp, fsdp, hsdp=K or tp=K")
-    if ranks % int(count):
+    if len(count) > 18 or ranks % int(count):
         raise ValueError(f"shard={name!r} does not divide {ranks} ranks; use a divisor for K")
     outer, inner = ranks // int(count), int(count)
     return Layout((Axis(outer), Axis(inner, first)) if kind == "hsdp" else (Axis(outer, first), Axis(inner, second)))

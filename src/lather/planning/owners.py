@@ -46,7 +46,7 @@ def stagger(costs: Sequence[float], bins: int, kinds: Sequence[Any]) -> list[int
     >>> stagger([2, 2, 1, 1, 1, 1], 4, ["a", "a", "b", "b", "b", "b"])
     [0, 1, 2, 2, 3, 3]
     """
-    even, chosen = greedy(costs, bins), [0] * len(costs)
+    even, chosen = greedy(costs, min(bins, len(costs))), [0] * len(costs)  # so no bin is used that greedy would not use
     seen, total = 0.0, sum(costs) or 1.0
     for i in sorted(range(len(costs)), key=lambda i: (kinds[i], i)):
         chosen[i] = min(bins - 1, int(bins * (seen + costs[i] / 2) / total))

@@ -10,11 +10,12 @@ from typing import Any
 
 from ..settings import Geometry, Settings, dtype_text
 from . import owners
-from .blocks import Block, Region, Shape, cut, slabs
+from .blocks import Block, Region, Shape, count, cut, refuse_many, slabs
 from .layouts import Layout
 
 Teams = Sequence[Sequence[int]]  # ranks by place
 Settled = Mapping[tuple[int, int], int]  # owners that do not change, by parameter and block: existing state stays where it is
+Homes = Mapping[Region, tuple[int, ...]]  # regions that are cut by themselves, each with the places that may own its blocks
 Cuts = list[tuple[Block, tuple[int, ...]]]  # blocks, each with the places that may own it; none means all
 
 ALONE = Layout.everywhere(1)
@@ -177,7 +178,9 @@ def make_plan(
     specs: Sequence[Spec], settings: Sequence[Settings], teams: Teams = ((0,),), stages: int = 1, settled: Settled | None = None
 ) -> Plan:
     """Cut every parameter, choose owners, and decide how blocks travel."""
-    cuts = [cut for index, spec in enumerate(specs) for cut in _cut(index, spec, settings[spec.group])]
+    regions = [_regions(spec, settings[spec.group].geometry) for spec in specs]
+    _refuse_many_blocks(specs, settings, regions)
+    cuts = [cut for index, spec in enumerate(specs) for cut in _cut(index, regions[index], settings[spec.group])]
     if settled:
         homes = [settled.get((block.param, block.index)) for block, _ in cuts]
         cuts = [(block, places if home is None else (home,)) for (block, places), home in zip(cuts, homes, strict=True)]
@@ -214,28 +217,41 @@ def mean_flops(block: Block, settings: Settings, device: str) -> float:
     return refresh_flops(block, settings, device) / settings.frequency + step_flops(block, settings)
 
 
-def _cut(index: int, spec: Spec, settings: Settings) -> Cuts:
-    """The blocks of a parameter. With ``blocks="local"`` each stored piece is cut by itself, and its holders own its blocks."""
-    geometry, on = settings.geometry, settings.method is not None
+def _refuse_many_blocks(specs: Sequence[Spec], settings: Sequence[Settings], regions: Sequence[Homes]) -> None:
+    total = 0
+    for spec, homes in zip(specs, regions, strict=True):
+        geometry, on = settings[spec.group].geometry, settings[spec.group].method is not None
+        total += sum(count(region.shape, geometry, preconditioned=on) for region in homes)
+        refuse_many(total, f"parameter {spec.name} of shape {spec.shape}, with those before it,")
+
+
+def _cut(index: int, homes: Homes, settings: Settings) -> Cuts:
+    """The blocks of a parameter."""
+    found: Cuts = []
+    for region, places in homes.items():
+        for block in cut(index, region.shape, settings.geometry, preconditioned=settings.method is not None):
+            moved = replace(block, index=len(found), region=block.region.moved(region.start)) if len(homes) > 1 else block
+            found.append((moved, places))
+    return found
+
+
+def _regions(spec: Spec, geometry: Geometry) -> Homes:
+    """What is cut by itself: the parameter or, with ``split``, its parts. With ``blocks="local"`` it is each stored piece of them,
+    and its holders own its blocks."""
     if geometry.batch_dims > len(spec.shape):
         raise ValueError(
             f"batch_dims={geometry.batch_dims} but parameter {spec.name} has shape {spec.shape}; give it its own group"
         )
-    parts = _parts(spec, geometry)
+    parts, whole = _parts(spec, geometry), Region((0,) * len(spec.shape), spec.shape)
+    if not geometry.local or spec.layout.replicated:
+        return dict.fromkeys(parts, ())
+    holders = sorted(spec.layout.holders(spec.shape, whole)) if whole.numel else []
+    refuse_many(len(holders) * len(parts), f"parameter {spec.name} of shape {spec.shape}")
     homes: dict[Region, tuple[int, ...]] = {}
-    if geometry.local and not spec.layout.replicated:
-        for place, part in product(range(spec.layout.places), parts):
-            if region := part.meet(spec.layout.region(spec.shape, place)):
-                homes[region] = (*homes.get(region, ()), place)
-    elif len(parts) > 1:
-        homes = dict.fromkeys(parts, ())
-    else:
-        return [(block, ()) for block in cut(index, spec.shape, geometry, preconditioned=on)]
-    found: Cuts = []
-    for region, places in homes.items():
-        for block in cut(index, region.shape, geometry, preconditioned=on):
-            found.append((replace(block, index=len(found), region=block.region.moved(region.start)), places))
-    return found
+    for place, part in product(holders, parts):
+        if region := part.meet(spec.layout.region(spec.shape, place)):
+            homes[region] = (*homes.get(region, ()), place)
+    return homes
 
 
 def _parts(spec: Spec, geometry: Geometry) -> list[Region]:
@@ -248,12 +264,14 @@ def _parts(spec: Spec, geometry: Geometry) -> list[Region]:
             f"split_dim={dim} but parameter {spec.name} has shape {shape} and batch_dims={geometry.batch_dims}; give a "
             "dimension after the batch dimensions, or put the parameter in a param group without split"
         )
-    sizes = (shape[dim] // split,) * split if isinstance(split, int) else split
-    if sum(sizes) != shape[dim]:
+    fits = shape[dim] % split == 0 if isinstance(split, int) else sum(split) == shape[dim]
+    if not fits:
         raise ValueError(
             f"split={split} does not fit dimension {dim} of parameter {spec.name}, of shape {shape}; give sizes with the sum "
             f"{shape[dim]}, or put the parameter in a param group without split"
         )
+    refuse_many(split if isinstance(split, int) else len(split), f"parameter {spec.name} of shape {shape}")
+    sizes = (shape[dim] // split,) * split if isinstance(split, int) else split
     return slabs(shape, dim, pairwise(accumulate(sizes, initial=0)))
 
 

@@ -35,7 +35,7 @@ def load(text: str) -> nn.Module | Shapes:
         return on_meta(MODELS[text])
     if "=" in text:
         return _read_shapes(text)
-    if Path(text).is_dir():
+    if os.path.isdir(text):  # Path.is_dir raises if the name is too long
         return _of_folder(Path(text))
     module, colon, function = text.partition(":")
     if colon and all(part.isidentifier() for part in (*module.split("."), *function.split("."))):
@@ -73,7 +73,7 @@ def _read_shapes(text: str) -> Shapes:
         if not name or "=" not in item or name in found:
             raise ValueError(f"{item!r} is not a new name with a shape, such as w=64x32")
         sizes = [size.strip() for size in dims.split("x")]
-        if not all(map(str.isdecimal, sizes)):
+        if not all(size.isdecimal() and len(size) < 19 for size in sizes):
             raise ValueError(f"{dims!r} is not a shape, such as 64x32")
         found[name] = tuple(map(int, sizes))
     return found

@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import presets
 from ..compute.bank import block_state
 from ..methods import FILTER_ROLES
 from ..optimizer import Shampoo
 from ..options import OPTIONS, dtype_name, hint, whole
-from ..planning.blocks import Block
-from ..planning.layouts import layout_named, team_of
+from ..planning.blocks import Block, Shape
+from ..planning.layouts import Layout, layout_named, team_of
 from ..planning.owners import imbalance
 from ..planning.plan import BankKey, Plan, Spec, make_plan, mean_flops, refresh_flops, step_flops
 from ..runtime.parameters import grad_dtype, name_of, stored_items
@@ -25,6 +25,7 @@ from ..storage.averaging import state_of
 from ..storage.buffers import ScratchKey
 
 Sizes = Mapping[BankKey, Counter[str]]  # bytes of one block of a bank, by kind
+MOST_RANKS = 1 << 14  # that share the work on paper; the report looks at each of them
 WASTE = 0.2  # fraction of padding above which the report says what helps
 
 
@@ -176,12 +177,19 @@ def plan(
         raise ValueError(f"device={device!r} is not a device that torch knows: {error}") from error
     ranks, stages = whole("ranks", ranks), whole("stages", stages)
     trainers = ranks if num_trainers_per_group is None else whole("num_trainers_per_group", num_trainers_per_group)
+    if trainers > MOST_RANKS:
+        raise ValueError(
+            f"ranks={ranks}: a plan shares the work among at most {MOST_RANKS} ranks; let groups of fewer ranks repeat the work "
+            "(num_trainers_per_group, --group)"
+        )
+    layouts: dict[int, Layout] = {}  # by the number of dimensions
     specs = []
     for g, i, p in stored_items(opt.param_groups):
         if p.requires_grad:
             name, own = name_of(opt.param_groups[g], g, i), "cpu" if p.is_meta else p.device.type
-            _, layout = team_of(range(ranks), layout_named(shard, ranks, p.dim()), trainers, 0, name)
-            kinds = dtype or dtype_text(p.dtype), 0, layout, dtype or grad_dtype(p)
+            if p.dim() not in layouts:
+                layouts[p.dim()] = team_of(range(ranks), layout_named(shard, ranks, p.dim()), trainers, 0, name)[1]
+            kinds = dtype or dtype_text(p.dtype), 0, layouts[p.dim()], dtype or grad_dtype(p)
             specs.append(Spec(name, tuple(p.shape), g, device or own, *kinds))
     rules = opt._rules if isinstance(model, nn.Module) else ()
     return PlanReport(make_plan(specs, [resolve(group) for group in opt.param_groups], [range(trainers)], stages), None, rules)
@@ -200,7 +208,10 @@ def make_optimizer(model: nn.Module | Mapping[str, Sequence[int]], preset: str, 
     for name, shape in model.items():
         if not isinstance(shape, Sequence) or any(not isinstance(d, int) or d < 0 for d in shape):
             raise ValueError(f"the shape of {name!r} is {shape!r}; it must be a tuple of whole numbers of at least 0")
-    params: list[tuple[str, Tensor]] = [(name, nn.Parameter(torch.empty(tuple(d), device="meta"))) for name, d in model.items()]
+    try:
+        params = [(name, nn.Parameter(torch.empty(tuple(shape), device="meta"))) for name, shape in model.items()]
+    except (RuntimeError, OverflowError) as error:
+        raise ValueError(f"torch has no tensor of such a shape: {error}") from error
     return make([{"params": params, "rule": "shapes"}], **given)
 
 
@@ -268,10 +279,13 @@ def _place_totals(plan: Plan, team: int, sizes: Sizes, work: Mapping[BankKey, fl
     banks = [plan.banks(team, place).items() for place in range(len(plan.teams[team]))]
     state = [sum(len(numbers) * sizes[key].total() for key, numbers in own) for own in banks]
     flops = [sum((len(numbers) * work[key] for key, numbers in own), 0.0) for own in banks]
+    alike = Counter[tuple[Layout, Shape]]()  # bytes per element of all parameters that lie alike
     for spec in (spec for spec in plan.specs if spec.team == team):
-        if size := _element_bytes(plan, spec).total():
+        alike[spec.layout, spec.shape] += _element_bytes(plan, spec).total()
+    for (layout, shape), size in alike.items():
+        if size:
             for place in range(len(state)):
-                state[place] += spec.layout.region(spec.shape, place).numel * size
+                state[place] += layout.region(shape, place).numel * size
     return state, flops
 
 

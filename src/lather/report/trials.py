@@ -58,7 +58,11 @@ class Trials:
         group = next(group for group in opt.param_groups if group["preconditioner"] is not None)
         self.usual = {name: group[name] for name in DISTANCE} | {"root_dtype": group["root_dtype"] or group["state_dtype"]}
         self._delay = group["refresh_delay"]
+        params = [p for group in opt.param_groups for p in group["params"]]
+        needed, memory = 3 * sum(p.numel() * p.itemsize for p in params), device_memory(device)
         try:
+            if memory is not None and needed > memory:
+                raise torch.OutOfMemoryError(f"{bytes_text(needed)} of {bytes_text(memory)}")
             self._bench = Bench(opt, device)
         except torch.OutOfMemoryError as error:
             raise ValueError(f"the parameters and two sets of gradients do not fit on {device}; tune a smaller model") from error

@@ -123,6 +123,8 @@ def tune(
     if callable(forward_backward):
         forward_backward = time_closure(forward_backward, model, where)
     budgets = make_budgets(memory, step_ms, overhead, forward_backward)
+    if not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
+        raise ValueError(f"seconds={seconds!r} is not a number of seconds, at least 0 and finite")
     trials = Trials(model, preset, given, where, budgets, shared=bool(ranks))
     show = sys.stderr.isatty() if progress is None else progress
     trials.search(seconds, show_progress if show else lambda *_: None)
@@ -163,9 +165,11 @@ def parse_bytes(size: int | str | None) -> int | None:
     if size is None:
         return None
     found = re.fullmatch(r"(\d+\.?\d*)\s*([kmgt]?)(i?)b?", str(size).strip(), re.IGNORECASE)
-    if not found or not float(found[1]):
+    unit = (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " ") if found else 0
+    count = float(found[1]) * unit if found else 0.0
+    if not 1 <= count < math.inf:
         raise ValueError(f"memory={size!r} is not a size such as '40GB', '40GiB' or '512MB'")
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " "))
+    return int(count)
 
 
 def parse_fraction(part: float | str | None) -> float | None:

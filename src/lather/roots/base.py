@@ -8,6 +8,9 @@ from torch import Tensor
 
 from ..linalg import all_finite, eye_like, full_precision, per_slot
 
+MOST = 1000  # rounds of any iteration. All of them always run, so a larger number is a mistake that looks like a hang.
+FINEST = 1e-16  # the least part of the largest eigenvalue that options may ask for; float64 resolves no less
+
 
 class Root(NamedTuple):
     value: Tensor  # [n, d, d], symmetric; the identity where not ok
@@ -86,6 +89,12 @@ class EigenSolver(RootSolver):
     @abstractmethod
     def _basis(self, a: Tensor, state: dict[str, Tensor]) -> Basis:
         """`basis` for finite `a`."""
+
+
+def check_count(name: str, value: object, low: int = 1, most: int = MOST) -> None:
+    """Refuse an option of a solver that is not a count within limits."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= most:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {low} and at most {most}")
 
 
 def settle(value: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """Coupled iterations for inverse p-th roots. They need products only, and no host read."""
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import eye_like, matrix_power, normalize, per_slot, power, product, symmetrize
-from .base import Root, RootSolver
+from .base import Root, RootSolver, check_count
 
 MAX_P, MAX_S = 32, 8
 SLACK = 1.01  # rounding may raise an error that falls slowly; up to this factor it does not count as growth
@@ -33,12 +34,11 @@ class Coupled(RootSolver):
     relative_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.iterations, int) and self.iterations >= 1):
-            raise ValueError(f"iterations={self.iterations!r} must be a positive integer")
+        check_count("iterations", self.iterations)
         if not 0 < self.tolerance < 1:
             raise ValueError(f"tolerance={self.tolerance!r} must be in (0, 1): the error starts at 1")
-        if not self.relative_eps >= 0:
-            raise ValueError(f"relative_eps={self.relative_eps!r} must be >= 0")
+        if not 0 <= self.relative_eps < math.inf:
+            raise ValueError(f"relative_eps={self.relative_eps!r} must be at least 0 and finite")
 
     @property
     @abstractmethod

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import per_slot, power, product, symmetrize
-from .base import EigenSolver, lift
+from .base import EigenSolver, check_count, lift
 
 CAP = 0.5  # largest entry of a correction
 FLOOR = 4.0  # an eigenvalue below this many roundings of the largest is not resolved
@@ -27,8 +27,7 @@ class Follower(EigenSolver):
     tolerance: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.iterations, int) and self.iterations >= 1):
-            raise ValueError(f"iterations={self.iterations!r} must be a positive integer")
+        check_count("iterations", self.iterations)
         if not self.tolerance > 0:
             raise ValueError(f"tolerance={self.tolerance!r} must be positive; inf accepts any residual")
 

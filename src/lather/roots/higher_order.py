@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+from .base import check_count
 from .coupled import Coupled
 
 
@@ -20,5 +21,4 @@ class HigherOrder(Coupled):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (isinstance(self.order, int) and self.order >= 2):
-            raise ValueError(f"order={self.order!r} must be an integer >= 2")
+        check_count("order", self.order, low=2, most=16)

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import linalg
 from ..kernels.schema import CombineTerms
 from ..linalg import eye_like, normalize, per_slot, power
-from .base import Root, RootSolver
+from .base import FINEST, Root, RootSolver
 from .coupled import fraction, series
 from .products import combine, decode, encode, frobenius, is_split, matrix_power, product, product_count, times_power
 
@@ -58,8 +58,10 @@ class Minimax(RootSolver):
     tolerance: float = 5e-2
 
     def __post_init__(self) -> None:
-        if not 0 < self.relative_eps < 1:
-            raise ValueError(f"relative_eps={self.relative_eps!r} must be in (0, 1): it sets the number of products")
+        if not FINEST <= self.relative_eps < 1:
+            raise ValueError(
+                f"relative_eps={self.relative_eps!r} must be at least {FINEST} and less than 1: it sets the number of products"
+            )
         if not 0 < self.tolerance < 1:
             raise ValueError(f"tolerance={self.tolerance!r} must be in (0, 1): the error starts at 1")
 

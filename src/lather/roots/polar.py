@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import aligned, all_finite, normalize, norms, per_slot
+from .base import FINEST, check_count
 from .minimax import best_step
 
 Quintic = tuple[float, float, float]
@@ -57,8 +58,7 @@ class _Products(Polar):
     steps: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
-            raise ValueError(f"steps={self.steps!r} must be a whole number of at least 1")
+        check_count("steps", self.steps)
 
     def flops(self, rows: int, columns: int) -> float:
         d, rest = sorted((rows, columns))
@@ -128,8 +128,8 @@ class PolarExpress(_Products):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.lower, float) or not 0 < self.lower < 1:
-            raise ValueError(f"lower={self.lower!r} must be more than 0 and less than 1")
+        if not isinstance(self.lower, float) or not FINEST <= self.lower < 1:
+            raise ValueError(f"lower={self.lower!r} must be at least {FINEST} and less than 1")
 
     def quintics(self) -> tuple[Quintic, ...]:
         return _best_quintics(self.steps, self.lower)

@@ -102,7 +102,7 @@ def _make(option: str, spec: str) -> RootSolver | Polar:
     listed = ", ".join(map(repr, names))
     try:
         name, options = _read(spec)
-    except (SyntaxError, ValueError, TypeError):
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # the last two if it is nested too deep
         raise ValueError(
             f"{option}={spec!r} cannot be read; write a name ({listed}) or a name with options, "
             f'as in "{example}"{_hint(str(spec), names)}'
@@ -120,7 +120,7 @@ _made = lru_cache(maxsize=256)(_make)  # a solver is immutable, and every step a
 
 
 def _read(spec: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of `name` or `name(option=literal, ...)`. Raises SyntaxError, ValueError or TypeError for anything else."""
+    """Name and options of `name` or `name(option=literal, ...)`. Raises what `ast` raises for anything else."""
     node = ast.parse(spec, mode="eval").body
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     if not isinstance(call.func, ast.Name) or call.args or any(k.arg is None for k in call.keywords):
@@ -131,7 +131,10 @@ def _read(spec: str) -> tuple[str, dict[str, Any]]:
 def _literal(node: ast.expr) -> Any:
     if isinstance(node, ast.Name) and node.id == "inf":  # a float whose repr is no literal
         return math.inf
-    return ast.literal_eval(node)
+    value = ast.literal_eval(node)
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        raise ValueError("no option is that large, and arithmetic on it may fail")
+    return value
 
 
 def _hint(name: str, names: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..compute.bank import Bank, block_state
-from ..options import OPTIONS, REQUIRED, STRUCTURAL
+from ..options import OPTIONS, REQUIRED, STRUCTURAL, is_readable
 from ..planning.blocks import Region, Shape
 from ..planning.plan import BankKey, Plan
 from ..storage import averaging
@@ -30,6 +30,8 @@ from ..storage.averaging import Views
 from ..storage.tensors import is_dtensor, local
 from .parameters import WRAPPERS
 from .ranks import Comm
+
+MOST_STEPS = 1 << 24  # float32, which "step" is, counts no further
 
 
 def key(role: str, block: int) -> str:
@@ -69,11 +71,7 @@ VERSION_KEY = "lather_version"
 
 def upgraded(state_dict: Mapping[str, Any]) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
     """The state and the param groups of a checkpoint, in the form of this version."""
-    if not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError(
-            f"not the state of an optimizer: it has the keys {_few(list(state_dict))} instead of 'state' and 'param_groups'; pass "
-            "what opt.state_dict() returned"
-        )
+    _check_form(state_dict)
     state = {i: copy.copy(entry) for i, entry in state_dict["state"].items()}  # upgrades must not change the caller's
     groups = copy.deepcopy(list(state_dict["param_groups"]))
     versions = [each.pop(VERSION_KEY, 1) for each in groups] + [state_dict.get(VERSION_KEY, 1)]
@@ -95,6 +93,40 @@ def upgraded(state_dict: Mapping[str, Any]) -> tuple[dict[Any, Any], list[dict[s
     return state, groups
 
 
+def _check_form(state_dict: Mapping[str, Any]) -> None:
+    """Refuse what is not made of dictionaries and lists as a checkpoint is."""
+    advice = "; pass what opt.state_dict() returned"
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"not the state of an optimizer but a {type(state_dict).__name__}{advice}")
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"not the state of an optimizer: it has the keys {_few(list(state_dict))} instead of 'state' and 'param_groups'{advice}"
+        )
+    state, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(state, Mapping) or not all(isinstance(entry, Mapping) for entry in state.values()):
+        raise ValueError(f"the checkpoint's 'state' is not a dictionary of dictionaries, by parameter{advice}")
+    if not isinstance(groups, Sequence) or not all(isinstance(group, dict) for group in groups):
+        raise ValueError(f"the checkpoint's 'param_groups' is not a list of dictionaries{advice}")
+    for number, group in enumerate(groups):
+        ids = group.get("params")
+        if not isinstance(ids, (list, tuple)) or not all(isinstance(i, (int, str)) for i in ids) or len({*ids}) < len(ids):
+            raise ValueError(f"'params' of the checkpoint's param group {number} is not a list of different ids{advice}")
+
+
+def _check_kept(group: Mapping[str, Any], number: int) -> None:
+    """Refuse what a param group holds besides options if it makes no sense."""
+    names, expected = group.get("param_names"), len(group["params"])
+    if names and not (isinstance(names, (list, tuple)) and len(names) == expected and all(isinstance(n, str) for n in names)):
+        raise ValueError(
+            f"'param_names' of the checkpoint's param group {number} is not a list of {expected} names; delete it, and the "
+            "checkpoint is loaded by position"
+        )
+    for name in ("peak_lr", "top_lr"):
+        OPTIONS["lr"].check(name, group.get(name, 0.0))
+    if not isinstance(group.get("train_mode", True), bool):
+        raise ValueError(f"train_mode={group['train_mode']!r} in the checkpoint's param group {number} must be True or False")
+
+
 LATER_KINDS = "position", "router", "depthwise", "fused", "experts"
 
 
@@ -111,6 +143,7 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
             f"given the model, pass lather.route(model, kinds=dict.fromkeys({LATER_KINDS}))"
         )
     for number, (theirs, mine) in enumerate(zip(saved, live, strict=True)):
+        _check_kept(theirs, number)
         for name in STRUCTURAL if started else (name for name in STRUCTURAL if name != "block_multiple"):
             if OPTIONS[name].check(name, theirs[name]) != mine[name]:  # a tuple may come back as a list
                 raise ValueError(
@@ -181,12 +214,20 @@ def _misfit(saved: Mapping[str, Any], needed: Mapping[str, Shape], known: Mappin
             "options or by another optimizer"
         )
     for k, value in saved.items():
-        if not isinstance(value, Tensor) or value.shape != known[k]:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        if not isinstance(value, Tensor) or not is_readable(value) or not (value.is_floating_point() or k == "step"):
+            kind = f"{value.layout} {value.dtype} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
             return (
-                f"the checkpoint's {k} for parameter {name} is {shape} but {known[k]} is expected: the parameter had another "
-                "shape when it was saved"
+                f"the checkpoint's {k} for parameter {name} is no ordinary tensor of floating-point numbers but {kind}: it was "
+                "changed after it was saved"
             )
+        if value.shape != known[k]:
+            return (
+                f"the checkpoint's {k} for parameter {name} is {tuple(value.shape)} but {known[k]} is expected: the parameter had "
+                "another shape when it was saved"
+            )
+    step = saved["step"].item()
+    if not (type(step) in (int, float) and 0 <= step <= MOST_STEPS and step == int(step)):
+        return f"the checkpoint's step for parameter {name} is {step!r} but a whole number from 0 to {MOST_STEPS} is expected"
     return None
 
 

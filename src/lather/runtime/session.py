@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, final
@@ -24,7 +24,7 @@ from .health import Health
 from .metrics import Record
 from .parameters import Item, describe, grad_dtype, stored_items
 from .ranks import Peers, Ranks
-from .run import Run, make_comms, make_run
+from .run import Entries, Run, make_comms, make_run
 
 Groups = list[dict[str, Any]]
 State = dict[Tensor, dict[str, Any]]
@@ -128,10 +128,11 @@ class Session:
 
     # Building.
 
-    def prepare(self, groups: Groups, state: State, *, thorough: bool = False) -> Run:
+    def prepare(self, groups: Groups, state: State, *, thorough: bool = False, keep: Collection[Tensor] = ()) -> Run:
         """Update run and state to the parameters and options. On nearly every call there is nothing to do.
 
-        ``thorough``: also look at every tensor of the state, and wait for the background.
+        ``thorough``: also look at every tensor of the state, and wait for the background. ``keep``: parameters to be planned even
+        if they are frozen.
         """
         if thorough:
             self.run.finish()
@@ -148,7 +149,7 @@ class Session:
         if glance is not None and glance == self._glance:
             return self.run
         self.run.storage_changed()
-        trainable = self._trainable(groups, state)
+        trainable = self._trainable(groups, state, keep)
         if self._sign(trainable, world) != self._signature:
             self._rebuild(groups, state, trainable, world)
             glance = None
@@ -216,9 +217,18 @@ class Session:
             settled = {(numbers[g, i], b): place for (g, i, b), place in self._owners.items() if (g, i) in numbers}
         return make_plan(specs, settings, teams, self._stages, settled), [team.index(my_rank()) for team in teams]
 
-    def _trainable(self, groups: Groups, state: Mapping[Tensor, Any]) -> list[Item]:
-        """Parameters that may get a gradient, or have state, which is kept when a parameter is frozen."""
-        return [(g, i, p) for g, i, p in stored_items(groups) if p.requires_grad or p.grad is not None or p in state]
+    def _trainable(self, groups: Groups, state: State, keep: Collection[Tensor] = ()) -> list[Item]:
+        """Parameters that may get a gradient, or have taken a step: their state is kept when they are frozen.
+
+        A frozen one without a step has nothing to keep. It may have state all the same, because ``state_dict()`` allocates it.
+        """
+
+        def has_begun(p: Tensor) -> bool:
+            entry = state.get(p)
+            return bool(entry and entry["step"] > 0)
+
+        items = stored_items(groups)
+        return [(g, i, p) for g, i, p in items if p.requires_grad or p.grad is not None or p in keep or has_begun(p)]
 
     # Modes and checkpoints.
 
@@ -254,7 +264,33 @@ class Session:
         self.consolidated = dict(zip(run.params, gathered, strict=True))
 
     def load(self, groups: Groups, state: State, state_dict: Mapping[str, Any]) -> None:
-        """Copy a checkpoint into the live state. One that does not fit is refused, and changes nothing."""
+        """Copy a checkpoint into the live state. One that does not fit is refused, and changes nothing.
+
+        Everything that can be wrong with it is checked first. If there is no memory for new state, all is put back.
+        """
+        saved, entries = self._fitting(groups, state, state_dict)
+        run = self.run
+        changing: list[dict[Any, Any]] = [vars(self), vars(run), *map(vars, run.banks), *run.views, *groups, *state.values()]
+        changing.append(state)
+        before = [dict(each) for each in changing]
+        try:
+            for mine, theirs in zip(groups, saved, strict=True):
+                mine.update(theirs)
+            run = self.prepare(groups, state, thorough=True, keep=entries)
+            run.load(entries, groups, self.settings)
+            run.averages.publish(state)
+        except BaseException:
+            for each, was in zip(changing, before, strict=True):
+                each.clear()
+                each.update(was)
+            raise
+        self._agreed, self._loaded = False, True
+        self.consolidated = None
+        if run.comms:
+            checkpoint.warn_of_blanks(run.banks, run.steps, run.name_of)
+
+    def _fitting(self, groups: Groups, state: State, state_dict: Mapping[str, Any]) -> tuple[Groups, Entries]:
+        """The param groups and the state by parameter of a checkpoint. Raises if they do not fit, and changes nothing."""
         saved_state, saved = checkpoint.upgraded(state_dict)
         checkpoint.check_groups(saved, groups, started=self.started(state))
         ids = checkpoint.ids_by_name(saved, groups)
@@ -262,21 +298,11 @@ class Session:
             theirs |= {name: mine[name] for name in ("params", "param_names") if name in mine}
         params = [p for group in groups for p in group["params"]]
         entries = {p: saved_state.get(i, {}) for p, i in zip(params, ids, strict=True)}
-        trainable = self._trainable(groups, {**state, **{p: entry for p, entry in entries.items() if entry}})
+        trainable = self._trainable(groups, state, {p for p, entry in entries.items() if entry})
         plan, places = self._make_plan(saved, state, trainable, [resolve(group) for group in saved])
         entries = {p: entries[p] for *_, p in trainable}
         checkpoint.check_states(list(entries.values()), plan, places)
-        for mine, theirs in zip(groups, saved, strict=True):
-            mine.update(theirs)
-        for p in entries:
-            state.setdefault(p, {})  # so that it is planned even if it is frozen
-        run = self.prepare(groups, state, thorough=True)
-        run.load(entries, groups, self.settings)
-        run.averages.publish(state)
-        self._agreed, self._loaded = False, True
-        self.consolidated = None
-        if run.comms:
-            checkpoint.warn_of_blanks(run.banks, run.steps, run.name_of)
+        return saved, entries
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy needs. The state itself belongs to the optimizer, and is copied into new banks."""
