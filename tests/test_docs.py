@@ -16,6 +16,7 @@ import pytest
 import lather
 from lather import cli, demo
 from lather.options import ARGUMENTS, OPTIONS, markdown
+from lather.report.models import load
 
 ROOT = pathlib.Path(__file__).parent.parent
 SITE = sorted((ROOT / "docs").glob("*.md"))
@@ -41,7 +42,19 @@ def snippets(page: pathlib.Path, language: str) -> list[str]:
     return [text for kind, text in fences(page) if kind == language]
 
 
-RUN = [page for page in PAGES if snippets(page, "python")]
+def bare(text: str) -> str:
+    return "\n".join(line.strip() for line in text.splitlines())
+
+
+SCRIPTS = [bare(path.read_text()) for path in (ROOT / "examples").glob("*.py")]
+
+
+def to_run(page: pathlib.Path) -> list[str]:
+    """Snippets that are not part of a script, which other tests run."""
+    return [text for text in snippets(page, "python") if not any(bare(text) in script for script in SCRIPTS)]
+
+
+RUN = [page for page in PAGES if to_run(page)]
 SEEN = {  # what some pages print
     "README.md": [r"kind: embedding"],
     "routing.md": [r"kind: embedding", r"rule 1: qkv\\.weight", r"head\.weight +1000 x 64 +adam"],
@@ -57,7 +70,7 @@ def test_snippets_run(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "distributed_shampoo", metas_package())
     scope: dict[str, object] = {}
-    for snippet in snippets(page, "python"):
+    for snippet in to_run(page):
         exec(compile(snippet, page.name, "exec"), scope)
     out = capsys.readouterr().out
     for pattern in SEEN.get(page.name, ()):
@@ -108,6 +121,34 @@ def test_files_that_are_named_exist(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
     for name in re.findall(r"`((?:benchmarks|examples|experiments|tests)/[\w./-]+)`", text):
         assert (ROOT / name).exists(), name
+
+
+def test_tables_of_group_and_block_sizes_are_those_of_the_plan():
+    page, llama, gpt2 = (ROOT / "docs/speed.md").read_text(), load("llama-8b"), load("gpt2")
+    groups = re.findall(r"^\| (\d+)(?: \(default\))? \| ([\d.]+) GiB \| ([\d.]+)(?: GiB)? \| ([\d.]+) TFLOP \|$", page, flags=re.M)
+    blocks = re.findall(r"^\| (\d+) \|(?: [^|]*\|){2} (\d+) \| ([\d.]+) \|$", page, flags=re.M)
+    assert [int(n) for n, *_ in groups] == [1, 2, 8, 16, 64] and [int(n) for n, *_ in blocks] == [128, 256, 512, 1024, 2048, 4096]
+    for n, state, received, work in groups:
+        team = lather.plan(llama, device="cuda", ranks=64, num_trainers_per_group=int(n)).teams[0]
+        assert [team.state_bytes_max / 2**30, team.outbound_bytes / 2**30] == pytest.approx(
+            [float(state), float(received)], abs=0.051
+        )
+        assert float(work) == pytest.approx(team.work_max / 1e12, rel=0.01)
+    for n, state, work in blocks:
+        report = lather.plan(gpt2, device="cuda", max_preconditioner_dim=int(n))
+        assert (int(state), float(work)) == (
+            round(report.state_bytes / 2**20),
+            pytest.approx(report.refresh_flops / 1e12, abs=0.051),
+        )
+
+
+def test_the_table_of_many_ranks_is_that_of_the_plan(capsys):
+    """Its first line: many ranks take minutes."""
+    page = (ROOT / "benchmarks/README.md").read_text()
+    assert "`python -m lather plan llama-70b --ranks 8,64,512,4096 --shard fsdp`" in page
+    assert cli.main(["plan", "llama-70b", "--ranks", "8", "--shard", "fsdp"]) == 0
+    shown = [line.split() for line in page.splitlines()]
+    assert all(line.split() in shown for line in capsys.readouterr().out.strip().splitlines()[-2:])
 
 
 def test_the_site_has_every_page():

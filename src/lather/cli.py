@@ -23,7 +23,7 @@ class UserError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 2, with a message, for a mistake of the user."""
+    """Run one command and return its exit code: 2, with a message, for a mistake of the user, and 130 for Ctrl-C."""
     args, unknown = make_parser().parse_known_args(argv)
     try:
         if unknown:
@@ -34,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"lather: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nlather: stopped", file=sys.stderr)
+        return 130
     return 0
 
 

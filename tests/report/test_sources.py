@@ -171,6 +171,21 @@ def test_a_folder_with_a_config(tmp_path: Path, tied: bool, capsys: pytest.Captu
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{}, {"averaging": "gpa"}, {"ranks": 3, "shard": "fsdp"}])
+def test_a_config_says_the_dtype(tmp_path: Path, options: dict[str, Any]) -> None:
+    """As models of transformers are loaded. Averages of bfloat16 parameters take more memory, and their gradients travel in it."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    real = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).to(torch.bfloat16)
+    real.save_pretrained(tmp_path)
+    model = load(str(tmp_path))
+    assert isinstance(model, nn.Module) and {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert [p.dtype for p in model.parameters()] == [p.dtype for p in loaded.parameters()]
+    assert lather.plan(model, device="cpu", **options).to_dict() == lather.plan(real, **options).to_dict()
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_configs_that_cannot_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"has no config\.json"):
         load(str(tmp_path))

@@ -78,6 +78,11 @@ def test_what_is_given_up_first() -> None:
     assert far == sorted(far) and len(set(far)) == len(far)
 
 
+def test_if_nothing_was_timed_memory_decides() -> None:
+    few = [Row(USUAL | {"factors": kind}, size) for kind, size in (("full", 300), ("packed", 200))]
+    assert recommend(few, Budgets(memory=100, step_ms=1.0), USUAL) is few[1]
+
+
 def test_lines_do_not_fall() -> None:
     for (low, high), floor in product([(1.0, 2.0), (2.0, 1.0), (0.1, 9.0)], [0.0, 0.5, 3.0]):
         for far in (0.05, 0.2):  # or both are the same
@@ -277,6 +282,9 @@ def test_ranks_on_paper() -> None:
         ({"step_ms": -1}, "step_ms=-1"),
         ({"forward_backward": "fast"}, "forward_backward='fast'"),
         ({"device": "warp"}, "device='warp'"),
+        ({"device": "meta"}, "device='meta'"),
+        ({"seconds": float("nan")}, "seconds=nan"),
+        ({"seconds": -1.0}, "seconds=-1.0"),
         ({"preset": "from_adm"}, "did you mean 'from_adam'"),
         ({"graft": "adm"}, "graft='adm'"),
     ],
@@ -284,6 +292,29 @@ def test_ranks_on_paper() -> None:
 def test_mistakes(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         lather.tune(load("gpt2-tiny"), **{"device": "cpu"} | given)
+
+
+def test_a_wrong_layout_is_found_before_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials.Trials, "search", lambda *_: pytest.fail("it was searched"))
+    with pytest.raises(ValueError, match="shard='tp=2' does not divide 3 ranks"):
+        lather.tune(load("gpt2-tiny"), device="cpu", ranks=[3], shard="tp=2")
+
+
+@pytest.mark.usefixtures("made")
+def test_a_search_that_ends_early_says_so() -> None:
+    report = lather.tune(load("gpt2-tiny"), device="cpu", step_ms=0.001, seconds=0)
+    assert {row.note for row in report.rows} == {"", trials.LATE}
+    assert "Some options were not timed. Give the search more seconds." in str(report)
+    assert "more seconds" not in str(lather.tune(load("gpt2-tiny"), device="cpu", seconds=0))
+
+
+def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trials.Trials, "search", interrupted)
+    assert cli.main(["tune", "gpt2-tiny", "--device", "cpu"]) == 130
+    assert "lather: stopped" in capsys.readouterr().err
 
 
 def test_the_progress_bar(made: None, capsys: pytest.CaptureFixture[str]) -> None:

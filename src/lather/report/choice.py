@@ -94,7 +94,8 @@ def recommend(rows: Sequence[Row], budgets: Budgets, usual: Mapping[str, Any]) -
     """The row nearest to the usual options that keeps all budgets. If there is none, the one that exceeds them least."""
 
     def order(row: Row) -> tuple[float, ...]:
-        twentieths = math.ceil(min(20 * (budgets.excess(row) - 1), 1e9))  # finer than that, times are noise
+        known = max([1.0, *(used for used in budgets.used(row).values() if used < math.inf)])
+        twentieths = math.ceil(20 * (known - 1))  # finer than that, times are noise
         return row.mean_ms is None, twentieths, distance(row.options, usual), row.mean_ms or 0.0
 
     return min(rows, key=order)

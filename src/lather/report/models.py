@@ -102,7 +102,7 @@ def _of_function(module: str, function: str) -> nn.Module:
 
 
 def _of_folder(folder: Path) -> nn.Module:
-    """A model of transformers, of the class that its config names."""
+    """A model of transformers, of the class and dtype that its config names, as ``from_pretrained`` makes it."""
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise ValueError(f"the folder {str(folder)!r} has no config.json; give the folder of a model of transformers")
@@ -117,7 +117,7 @@ def _of_folder(folder: Path) -> nn.Module:
         if kind is None:
             raise ValueError(f"transformers {transformers.__version__} has no class {names[0]}")
         build = partial(kind.from_config, config) if names == ["AutoModel"] else partial(kind, config)
-        model = on_meta(build)
+        model = on_meta(build).to(config.dtype or torch.float32)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"the model of {str(config_file)!r} cannot be built: {error}") from error
     assert isinstance(model, nn.Module)

@@ -25,6 +25,7 @@ SOLVERS = {"cuda": ("minimax", "newton"), "cpu": ("eigh", "newton")}
 GAIN = 0.95  # a solver that takes less than this fraction of the time replaces the usual one
 TRIES = 3  # recommendations that are run before one is settled on
 LONGEST = 30e3  # milliseconds of such a run
+LATE = "not timed: no time left"
 
 
 class Trial(NamedTuple):
@@ -129,7 +130,7 @@ class Trials:
         if planned > self._limit:
             note = f"not timed: needs {bytes_text(planned)}"
         elif late and self._done:
-            note = "not timed: no time left"
+            note = LATE
         else:
             try:
                 times = self._bench.measure(opt)

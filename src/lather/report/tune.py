@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..planning.layouts import layout_named
 from ..runtime.session import all_ranks
 from .choice import Budgets, Row, mark_frontier
 from .plan import bytes_text, table
 from .timing import time_closure
-from .trials import Model, Trials, show_progress
+from .trials import LATE, Model, Trials, show_progress
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -69,7 +70,8 @@ class TuneReport:
         lines = [
             f"No options keep {name} {self._text(name)}: the least is {self._text(name, x)}." for name, x in least.items() if x > 1
         ]
-        return [*(lines or ["Each budget can be kept, but not all of them at once."]), ""]
+        late = ["Some options were not timed. Give the search more seconds."] if any(row.note == LATE for row in self.rows) else []
+        return [*(lines or ["Each budget can be kept, but not all of them at once."]), *late, ""]
 
     def _text(self, name: str, used: float = 1.0) -> str:
         """A budget, or how much of it is used."""
@@ -119,6 +121,10 @@ def tune(
     """
     if len(all_ranks(None)) > 1:
         raise ValueError("tune runs in one process; ranks=(8, 64) estimates for several")
+    for n in ranks:
+        layout_named(shard, n, order=2)  # a mistake is better found before the search
+    if not seconds >= 0:
+        raise ValueError(f"seconds={seconds!r} is not a time of at least 0 seconds")
     where = find_device(model, device)
     if callable(forward_backward):
         forward_backward = time_closure(forward_backward, model, where)
@@ -131,7 +137,7 @@ def tune(
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else str(where)
     count = sum(math.prod(row.shape) for row in trials.base.params)
     title = f"{count:,} parameters on {name}, float32 matmul precision {torch.get_float32_matmul_precision()!r}"
-    title += f", forward and backward {budgets.pass_ms:.3g} ms" if budgets.pass_ms else ""
+    title += f", forward and backward {_short(budgets.pass_ms)} ms" if budgets.pass_ms else ""
     return TuneReport(title, trials, ranks, shard)
 
 
@@ -200,9 +206,12 @@ def find_device(model: Model, device: str | torch.device | None) -> torch.device
     own = [p.device for p in model.parameters() if not p.is_meta] if isinstance(model, nn.Module) else []
     found = device or next(iter(own), "cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.empty(0, device=found).device  # with its number
+        where = torch.empty(0, device=found).device  # with its number
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device={str(found)!r} cannot be used: {error}") from error
+    if where.type == "meta":
+        raise ValueError("device='meta' has no numbers, and no times; give a device that computes, such as 'cpu' or 'cuda'")
+    return where
 
 
 def _grid(rows: Sequence[Row], recommended: Row) -> list[str]:
