@@ -104,6 +104,8 @@ NAMES: list[tuple[str, str, str]] = [
     ("refresh", "stagered", "'staggered'"),
     ("on_nonfinite", "rais", "'raise'"),
     ("state_dtype", "float33", "'float32'"),
+    ("state_dtype", "float16", "'float32', 'float64' or 'bfloat16'"),
+    ("state_dtype", torch.float16, "squares of gradients below 2e-4 are zero"),
     ("root_dtype", "bfloat", "'bfloat16'"),
     ("factors", "pack", "'packed'"),
     ("root", "eig", "'eigh'"),
