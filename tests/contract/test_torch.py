@@ -787,6 +787,22 @@ def test_a_vector_moves_again_after_zero_gradients() -> None:
     assert (w < 1).all()
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("damping", ["absolute", "relative"])
+@pytest.mark.parametrize("exponent", ["paper", 0.5])
+def test_no_leap_after_zero_gradients(exponent: Any, damping: str, delay: int) -> None:
+    """A root of zero, eps^(-e), would multiply the first gradient by 1e6."""
+    w = nn.Parameter(torch.zeros(4, 3))
+    given = {"graft": None, "lr": 1.0, "damping": damping, "exponent": exponent, "betas": (0.0, 0.95), "refresh_delay": delay}
+    opt = lather.Shampoo([w], precondition_frequency=10, **given)
+    for t in range(1, 40):
+        w.grad = torch.randn(4, 3) if t >= 25 else torch.zeros(4, 3)
+        before = w.detach().clone()
+        opt.step()
+        if t >= 25:
+            assert 0.01 < (w - before).norm() < 100
+
+
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "channels_last": lambda x: x.to(memory_format=torch.channels_last),
     "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),

@@ -187,6 +187,8 @@ def _misfit(saved: Mapping[str, Any], needed: Mapping[str, Shape], known: Mappin
                 f"the checkpoint's {k} for parameter {name} is {shape} but {known[k]} is expected: the parameter had another "
                 "shape when it was saved"
             )
+        if k in ("y", "weight_sum") and not local(value).isfinite().all():
+            return f"the checkpoint's {k} for parameter {name} has NaN or Inf, and nothing can stand in for it; load an earlier one"
     return None
 
 
