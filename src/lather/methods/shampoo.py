@@ -91,7 +91,7 @@ class Kronecker(Method):
         new: dict[str, Tensor] = {}
         for i in modes_of(state):
             x, scale = self.factor_input(state, grad, i)
-            full = is_full(state, i)
+            full = refreshed(state, i).dim() == 3
             found = gram(x, i, scale) if full else gram_diagonal(x, i, scale)
             new[f"L{i}"] = pack(found) if full and state[f"L{i}"].dim() == 2 else found
         takes, alive, beta2 = None, ctx.alive, ctx.hyper.beta2

@@ -26,7 +26,7 @@ from ..linalg import from_host
 from ..settings import Averaging, Settings
 from .step import Number, Rate, Tensors
 from .tensors import local
-from .update import decayed, is_finite
+from .update import decayed
 
 Views = dict[str, Tensor]  # the state of one parameter
 Groups = Sequence[Mapping[str, Any]]  # param groups
@@ -196,7 +196,7 @@ def average_(y: Tensor, other: Tensor, p: Tensor, settings: Settings, rate: Rate
     the same bits.
     """
     options = _options(settings)
-    torch.where(is_finite(other), other, y, out=other)
+    torch.where(other - other == 0, other, y, out=other)
     d = decayed(y, p, rate) * rate.lr
     b, c, rest = options.beta, share, 1 - share
     if isinstance(c, Tensor) and isinstance(rest, Tensor):
@@ -208,7 +208,7 @@ def average_(y: Tensor, other: Tensor, p: Tensor, settings: Settings, rate: Rate
         way = y - other  # (1 - b) (z - x)
         new = other + (way / (1 - b) - d) * c
         moved = new + (way - d * (1 - b)) * rest
-    go = is_finite(moved)  # then what is new is finite too
+    go = moved - moved == 0  # finite, and then what is new is finite too
     torch.where(go, new, other, out=other)
     torch.where(go, moved, y, out=y)
 

@@ -79,15 +79,10 @@ def update_(w: Tensor, p: Tensor, m: Tensor | None, settings: Settings, rate: Ra
         new = m.nan_to_num_(0.0, 0.0, 0.0) * mu + damped
         p = damped + new * mu if settings.nesterov else new
     moved = w - p * rate.lr
-    go = is_finite(moved)
+    go = moved - moved == 0  # finite; this takes two passes, and isfinite() four
     if m is not None and new is not None:
         torch.where(go, new.to(m.dtype), m, out=m)
     torch.where(go, moved, w, out=w)
-
-
-def is_finite(x: Tensor) -> Tensor:
-    """Elementwise. This takes two passes, and ``isfinite()`` four."""
-    return x - x == 0
 
 
 def decayed(w: Tensor, p: Tensor, rate: Rate) -> Tensor:
