@@ -382,7 +382,7 @@ class Reference:
         e = o["exponent_multiplier"] / (2 * order) if e is None else e
         e = 0.5 if o["preconditioner"] == "kl" else e
         bc2 = self._bc2(t)
-        if o["preconditioner"] == "kl" and not all(factor.any() for factor in block.factors):
+        if o["preconditioner"] != "soap" and not all(factor.any() for factor in block.factors):
             return  # nothing has come yet
         if all(factor.isfinite().all() for factor in block.factors):
             corrected = [factor / bc2 for factor in block.factors]
@@ -443,7 +443,7 @@ class Reference:
         if self.options["damping"] == "absolute":
             return eps
         square = a**2 if a.ndim == 1 else a @ a
-        return max(eps * math.sqrt(square.norm()), 1e-30) if square.any() else 1.0  # the root of zero is the identity
+        return max(eps * math.sqrt(square.norm()), 1e-30) if square.any() else 1.0
 
     def _accumulate_graft(self, block: Block, g: Tensor) -> None:
         if block.method == "adagrad":

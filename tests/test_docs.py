@@ -59,7 +59,7 @@ SEEN = {  # what some pages print
     "README.md": [r"kind: embedding"],
     "routing.md": [r"kind: embedding", r"rule 1: qkv\\.weight", r"head\.weight +1000 x 64 +adam"],
     "recipes.md": [r"1\.weight +64 x 32 +spectral"],
-    "diagnostics.md": [r"\{'1\.weight': \{'skipped': 1, 'failed': 0\}\}"],
+    "diagnostics.md": [r"\{'1\.weight': \{'skipped': 1, 'failed': 0, 'restarted': 0\}\}"],
 }
 
 

@@ -162,6 +162,9 @@ class Shampoo(torch.optim.Optimizer):
         """Take one step; ``closure``, if given, computes the loss and is run first.
 
         ``torch.compile`` leaves it as it is: forward and backward are compiled, and the graph breaks here.
+
+        A step that raises in the middle, for want of memory say, does not count. Some parameters may have moved by then, and some
+        averages may have taken their gradients in.
         """
         session = self._session
         if session.started(self.state):
@@ -180,7 +183,7 @@ class Shampoo(torch.optim.Optimizer):
             unit.compute(step)  # gradients -> directions; those that stay here move the parameters
         for unit in units:
             unit.apply(step)  # directions from the owners move the parameters; nothing if there is one rank
-        session.report()
+        session.end(step)
         return loss
 
     @_disable_dynamo
@@ -213,7 +216,8 @@ class Shampoo(torch.optim.Optimizer):
         self._session.switch(self.param_groups, self.state, train=False)
 
     def health(self) -> dict[str, dict[str, int]]:
-        """What went wrong so far, by parameter: gradients skipped, and refreshes that failed in a row. Empty is good.
+        """What went wrong so far, by parameter: gradients skipped, refreshes that failed in a row, and how often a
+        block's state was started anew, because it was not finite. Empty is good.
 
         A rank knows of the blocks that it owns.
         """

@@ -169,6 +169,15 @@ dtype_name = _dtype("float32", "float64", "bfloat16", "float16")
 
 
 _power = _number(0, 16, open_high=False)  # of a step count: more may overflow
+
+
+def _state_dtype(name: str, value: Any) -> str:
+    if str(value).removeprefix("torch.") == "float16":
+        why = "in float16 squares of gradients below 2e-4 are zero, and bfloat16 takes as many bytes"
+        raise _fail(name, value, f"'float32', 'float64' or 'bfloat16'; {why}")
+    return str(_dtype("float32", "float64", "bfloat16")(name, value))
+
+
 _precision = _choice(
     None,
     "float32",
@@ -284,7 +293,7 @@ OPTIONS: dict[str, Option] = {
     "communication_dtype": Option(None, _optional(_dtype("float32", "bfloat16", "float16", "int8")), "rounds directions for their way to the ranks that store the parameter: `\"float32\"`, `\"bfloat16\"`, `\"float16\"`, or `\"int8\"` with a scale per block; default: not rounded"),
     "blocks": Option("global", _choice("global", "local"), "cut blocks from whole parameters; or from each shard, so that no gradient travels, but results depend on the sharding", structural=True),
     "precision": Option(None, _precision, "products that make statistics and apply roots: `\"float32\"`, or on a GPU `\"fast\"` with the 11 bits of TF32; default: torch's float32 matmul precision. Roots are computed in float32 in any case"),
-    "state_dtype": Option("float32", dtype_name, "dtype of the state; arithmetic is in float32 or better", structural=True),
+    "state_dtype": Option("float32", _state_dtype, "dtype of the state: `\"float32\"`, `\"float64\"` or `\"bfloat16\"`; arithmetic is in float32 or better", structural=True),
     "root_dtype": Option(None, _optional(dtype_name), "dtype in which roots are kept; default `state_dtype`", structural=True),
     "factors": Option("full", _choice("full", "packed"), "keep whole factors, or only their lower triangles: the same numbers in half the memory", structural=True),
 }  # fmt: skip

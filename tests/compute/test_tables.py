@@ -102,9 +102,10 @@ def test_every_column_of_a_known_block(monkeypatch):
         padded_columns=32,
         third_size=1,
     )
-    first, count, root = SlotTable(*made.slots[:, slot].tolist())
+    first, count, root, broken = SlotTable(*made.slots[:, slot].tolist())
     tiles = [row for found in made.ranges for row in rows_of(found.tiles, Tile)]
     assert tiles[first : first + count] == [tile, tile._replace(start=256)] and root == state["X0"].data_ptr()
+    assert broken == bank.broken[bank.blocks.index(block)].data_ptr()
     jobs = [job for launch in made.factors for job in rows_of(launch.jobs, FactorJob) if job.slot == slot]
     rows, columns = (
         FactorJob(

@@ -111,6 +111,8 @@ NAMES: list[tuple[str, str, str]] = [
     ("refresh", "stagered", "'staggered'"),
     ("on_nonfinite", "rais", "'raise'"),
     ("state_dtype", "float33", "'float32'"),
+    ("state_dtype", "float16", "'float32', 'float64' or 'bfloat16'"),
+    ("state_dtype", torch.float16, "squares of gradients below 2e-4 are zero"),
     ("root_dtype", "bfloat", "'bfloat16'"),
     ("factors", "pack", "'packed'"),
     ("root", "eig", "'eigh'"),
@@ -755,7 +757,7 @@ def test_an_error_in_the_background_is_a_failed_refresh(where: str, monkeypatch:
             train(opt, params, 2, 5)
         texts = sorted(str(w.message) for w in caught)
         assert len(texts) == 2 and "MemoryError: too little" in texts[0] and "block 0 of parameter weight" in texts[1]
-        assert opt.health() == {"weight": {"skipped": 0, "failed": 1}}
+        assert opt.health() == {"weight": {"skipped": 0, "failed": 1, "restarted": 0}}
         assert_same(roots(opt, params["weight"]), before)
         if where == "lather.roots.solve":
             train(opt, params, 2, 7)  # by eigh
@@ -764,6 +766,119 @@ def test_an_error_in_the_background_is_a_failed_refresh(where: str, monkeypatch:
     assert [bank.background.error for bank in opt._session.run.banks] == [None, None]
     assert not torch.equal(roots(opt, params["weight"])["X0.0"], before["X0.0"])
     assert all(p.isfinite().all() for p in params.values())
+
+
+BROKEN: list[dict[str, Any]] = [
+    {},
+    {"graft": None, "betas": (0.0, 0.95)},
+    {"preconditioner": "soap"},
+    {"preconditioner": "kl", "graft": "adagrad", "factors": "packed"},
+    {"root": "track", "refresh_delay": 1},
+    {"preconditioner": None},
+]
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("options", BROKEN, ids=str)
+def test_state_that_is_not_finite_freezes_nothing(options: dict[str, Any], bad: float) -> None:
+    """Whatever role it is in, parameters move again soon, and all state is finite again. Where a direction was lost, one warning
+    and health() name the parameter."""
+    roles = set(lather.Shampoo([nn.Parameter(torch.ones(6, 5))], **options).state_dict()["state"][0]) - {"step"}
+    for role in sorted(roles):
+        params = {"weight": nn.Parameter(torch.ones(6, 5)), "twin": nn.Parameter(torch.ones(6, 5))}
+        opt = lather.Shampoo(params.items(), precondition_frequency=4, refresh_warmup=0.0, **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", lather.NumericalWarning)
+            train(opt, params, 9)
+            opt.state[params["weight"]][role].flatten()[-1] = bad
+            train(opt, params, 9, 9)
+            before = params["weight"].detach().clone()
+            train(opt, params, 1, 18)
+        assert params["weight"].isfinite().all() and (params["weight"] != before).any(), role
+        assert all(value.isfinite().all() for value in opt.state[params["weight"]].values()), role
+        told = [str(w.message) for w in caught]
+        assert len(told) == len(opt.health()) <= 1 and all("parameter weight;" in text for text in told), role
+        assert [(found["failed"], found["restarted"]) for found in opt.health().values()] == [(0, 1)] * len(told)
+        if role[0] in "mvwL":
+            assert told, role
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize(
+    "averaged", [{"momentum": 0.9}, {"averaging": "schedule_free"}, {"averaging": "gpa", "averaging_beta": 0.3}]
+)
+def test_momentum_that_is_not_finite_starts_anew(averaged: dict[str, Any], bad: float) -> None:
+    params = {"weight": nn.Parameter(torch.ones(6, 5))}
+    opt = lather.Shampoo(params.items(), lr=0.02, **averaged)
+    train(opt, params, 3)
+    role = ({"momentum", "z", "x"} & opt.state[params["weight"]].keys()).pop()
+    opt.state[params["weight"]][role][0, 0] = bad
+    for t in range(3, 6):
+        before = params["weight"].detach().clone()
+        train(opt, params, 1, t)
+        assert params["weight"].isfinite().all() and params["weight"][0, 0] != before[0, 0]
+    assert opt.state[params["weight"]][role].isfinite().all()
+
+
+@pytest.mark.parametrize("role", ["m.0", "v.1", "L0.0", "X1.0", "momentum"])
+def test_a_checkpoint_that_is_not_finite_is_told_of(role: str) -> None:
+    params = parameters()
+    opt = lather.Shampoo(params.items(), **FAST)
+    train(opt, params, 4)
+    saved = copy.deepcopy(opt.state_dict())
+    saved["state"][0][role].flatten()[0] = NAN
+    with pytest.warns(lather.NumericalWarning, match=r"the checkpoint has .* parameter weight;") as caught:
+        opt.load_state_dict(saved)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert role == "momentum" or opt.health() == {"weight": {"skipped": 0, "failed": 0, "restarted": 1}}
+    before = params["weight"].detach().clone()
+    train(opt, params, 4, 4)
+    assert (params["weight"] != before).all() and all(v.isfinite().all() for v in opt.state[params["weight"]].values())
+
+
+@pytest.mark.parametrize("role", ["y", "weight_sum"])
+def test_an_average_that_is_not_finite_is_refused(role: str) -> None:
+    params = parameters()
+    opt = lather.Shampoo(params.items(), averaging="schedule_free", betas=(0.0, 0.95))
+    train(opt, params, 2)
+    saved = copy.deepcopy(opt.state_dict())
+    saved["state"][0][role].fill_(NAN)
+    with pytest.raises(ValueError, match=f"{role} for parameter weight has NaN or Inf"):
+        opt.load_state_dict(saved)
+    assert all(p.isfinite().all() for p in params.values())
+
+
+def test_a_sum_that_overflows_starts_anew() -> None:
+    w = nn.Parameter(torch.ones(6, 5))
+    opt = lather.Shampoo([w], graft="adagrad", preconditioner=None)
+    w.grad = 5e17 * (1 + torch.arange(30.0).view(6, 5) / 6)
+    opt.step()
+    opt.state[w]["v.0"].fill_(3.4e38)
+    with pytest.warns(lather.NumericalWarning, match="starts anew"):
+        opt.step()
+    before = w.detach().clone()
+    opt.step()
+    assert w.isfinite().all() and (w != before).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"averaging": "schedule_free"}], ids=str)
+def test_a_step_that_raises_does_not_count(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it raises in a refresh, before parameters have moved. The next step has the same bias corrections."""
+    params = {"weight": nn.Parameter(torch.ones(6, 5)), "unused": nn.Parameter(torch.ones(3))}
+    opt = lather.Shampoo(params.items(), precondition_frequency=2, refresh_warmup=0.0, **options)
+    set_grads(params, 0)
+    params["unused"].grad = None
+    opt.step()
+    before = {name: p.detach().clone() for name, p in params.items()}
+    with monkeypatch.context() as patch:
+        patch.setattr("lather.roots.solve", mock.Mock(side_effect=MemoryError("too little")))
+        with pytest.raises(MemoryError):
+            opt.step()
+    assert [opt.state[p]["step"].item() for p in params.values()] == [1, 0]
+    assert all(torch.equal(p, before[name]) for name, p in params.items())
+    opt.step()
+    assert [opt.state[p]["step"].item() for p in params.values()] == [2, 0]
+    assert opt._session.run.steps == [2, 0]
 
 
 def test_recovery_starts_the_count_again(eigh: Eigh) -> None:

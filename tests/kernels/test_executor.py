@@ -3,6 +3,7 @@ must leave alone."""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -253,12 +254,59 @@ def test_the_filter_changes_between_steps(options):
 def test_an_element_without_a_finite_direction_stays():
     """As where directions travel: a root that overflows on a gradient does not spoil the weights."""
     params = parameters([(8, 8)])
-    opt = run(params, 1, 4, [(8, 8)], graft=None, betas=(0.0, 0.99))
+    opt = run(params, 1, 5, [(8, 8)], graft=None, betas=(0.0, 0.99))
     with torch.no_grad():
         opt._session.run.banks[0].state["X0"][0, 0].fill_(3e38)
         opt._session.run.banks[0].state["X1"].mul_(1e3)
-    take(opt, params, gradients(5, [(8, 8)]))
+    with pytest.warns(lather.NumericalWarning, match="starts anew"):
+        take(opt, params, gradients(5, [(8, 8)]))
     assert params[0].isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["by default", "no graft", "momentum", "schedule free", "kl", "nesterov, sum"])
+def test_state_that_is_not_finite_is_treated_as_by_torch(name, bad, monkeypatch):
+    """Its blocks are marked and start anew; momentum starts anew where it is not finite."""
+    options = CASES[name]
+    for role in ("m", "v", "X1", "L0", "momentum", "z"):
+        results = []
+        for suits in (slices.suits, lambda *_: False):
+            params = parameters()
+            monkeypatch.setattr(slices, "suits", suits)
+            opt = lather.Shampoo(params, **GIVEN | options)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", lather.NumericalWarning)
+                for step in range(1, 8):
+                    if step == 5:  # after a refresh
+                        for key, value in opt.state[params[2]].items():
+                            if key.partition(".")[0] == role and not key.endswith(".0"):
+                                value.flatten()[-1] = bad
+                    for p, grad in zip(params, gradients(step), strict=True):
+                        p.grad = grad
+                    opt.step()
+            results.append((params, opt.health(), [str(w.message) for w in caught]))
+        (ours, health, told), (theirs, expected, told_too) = results
+        assert health == expected and told == told_too, role
+        assert all(p.isfinite().all() for p in ours)
+        assert_close(ours, [p.detach().double() for p in theirs], tolerance=2e-5)
+
+
+def test_kl_leaves_out_what_overflows():
+    params = parameters(WHOLE)
+    opt = run(params, 1, 1, WHOLE, preconditioner="kl", eps=1e-20, precondition_frequency=1)
+    for step in range(1, 6):
+        take(opt, params, [1e-20 * grad for grad in gradients(step, WHOLE)])
+    state, weight = snapshot(opt), params[0].detach().clone()
+    grads = gradients(6, WHOLE)
+    grads[0] = 1e16 * grads[0]
+    with pytest.warns(lather.NumericalWarning, match=r"params'\]\[0\] had a gradient"):
+        take(opt, params, grads)
+    assert torch.equal(params[0], weight) and not torch.equal(params[1], weight)
+    for bank, before in state:
+        for slot, block in enumerate(bank.blocks):
+            if block.param == 0:
+                assert all(torch.equal(bank.state[role][slot], before[role][slot]) for role in before)
+    assert [found["skipped"] for found in opt.health().values()] == [1]
 
 
 def test_a_parameter_is_given_another_memory_format():

@@ -154,11 +154,26 @@ def test_zero_gradients_are_no_failure_however_roots_are_kept(options: Options) 
 
 
 def test_a_factor_that_vanishes_does_not_turn_steps_around() -> None:
-    """In float16 the factor of the columns is zero, and that of the rows is not."""
-    p, g = nn.Parameter(torch.zeros(1000, 10)), torch.zeros(1000, 10)
-    g[0] = 3e-6
-    opt = lather.Shampoo([p], **KL | {"graft_eps": 1e-8, "state_dtype": "float16", "root_dtype": "float32"})
-    for _ in range(6):
-        before = p.detach().clone()
-        advance(opt, [p], [[g]])
-        assert ((p - before) * g).sum() <= 0
+    """If the factor of one mode is zero, because its products were too small, the block takes no root of the other either."""
+    p = nn.Parameter(torch.zeros(4, 3))
+    opt = lather.Shampoo([p], **KL | {"graft_eps": 1e-8, "precondition_frequency": 1})
+    advance(opt, [p], [[torch.zeros(4, 3)]])
+    opt.state[p]["L0.0"].copy_(torch.eye(4))
+    advance(opt, [p], [[torch.zeros(4, 3)]])
+    assert torch.equal(opt.state[p]["X0.0"], -torch.eye(4)) and torch.equal(opt.state[p]["X1.0"], -torch.eye(3))
+
+
+@pytest.mark.parametrize("options", [{}, {"damping": "absolute", "eps": 1e-20}, {"graft": None}, {"betas": (0.9, 1.0)}], ids=str)
+def test_a_preconditioned_gradient_that_overflows_is_skipped(options: Options) -> None:
+    """Small gradients make large roots, and those times a large gradient are not finite. The block keeps its bits for the step."""
+    p = nn.Parameter(torch.zeros(8, 6))
+    opt = lather.Shampoo([p], **KL | {"graft_eps": 1e-8} | options)
+    rows = gradients(40, torch.float32, [(8, 6)])
+    advance(opt, [p], [[1e-20 * g] for (g,) in rows[:12]])
+    before = {key: value.clone() for key, value in opt.state[p].items() if key != "step"} | {"": p.detach().clone()}
+    with pytest.warns(lather.NumericalWarning, match="its affected blocks were not updated"):
+        advance(opt, [p], [[1e16 * g] for (g,) in rows[12:13]])
+    assert all(torch.equal(value, before[key]) for key, value in (opt.state[p] | {"": p.detach()}).items() if key != "step")
+    assert [*opt.health().values()] == [{"skipped": 1, "failed": 0, "restarted": 0}]
+    advance(opt, [p], rows[13:])
+    assert all(value.isfinite().all() for value in opt.state[p].values()) and p.isfinite().all()

@@ -213,7 +213,7 @@ def test_a_gradient_that_is_not_finite_is_skipped() -> None:
     with pytest.warns(lather.NumericalWarning, match="weight"):
         opt.step()
     assert torch.equal(params[0], weight) and torch.equal(opt.state[params[0]]["a.0"], before["a.0"])
-    assert opt.health() == {"weight": {"skipped": 1, "failed": 0}}
+    assert opt.health() == {"weight": {"skipped": 1, "failed": 0, "restarted": 0}}
 
 
 # Checkpoints.

@@ -8,6 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ..linalg import all_finite, positions
 from ..methods import FILTER_SUMS, Kronecker, Stack, State, init_filter
 from ..planning.blocks import Block
 from ..planning.plan import BankKey, Plan
@@ -19,7 +20,8 @@ from .background import Background
 class Bank:
     """State ``role -> [n, ...]`` of ``n`` blocks.
 
-    ``skipped [n]`` counts each slot's gradients that were not finite, ``failed [n]`` its refreshes that failed in a row.
+    ``skipped [n]`` counts each slot's gradients that were not finite, ``failed [n]`` its refreshes that failed in a row. ``broken
+    [n]`` is 1 for a slot whose gradient was finite and whose direction was not.
     """
 
     def __init__(
@@ -32,8 +34,10 @@ class Bank:
         self.state: State = {}
         self.begun = False  # whether a slot may have been refreshed, as far as the host knows
         self.failing: frozenset[int] = frozenset()  # slots whose last refresh failed, as far as the host knows
-        self.counts = torch.zeros(2, len(blocks), dtype=torch.int32, device=self.stack.device)
-        self.skipped, self.failed = self.counts.unbind()
+        self.restarts = [0] * len(blocks)  # how often each slot's state has been started anew
+        self.skips = [0] * len(blocks)  # gradients skipped, as far as the host knows
+        self.counts = torch.zeros(3, len(blocks), dtype=torch.int32, device=self.stack.device)
+        self.skipped, self.failed, self.broken = self.counts.unbind()
         method = settings.method_of(key.kind)
         self.exponent, self.solver = 0.0, None
         if isinstance(method, Kronecker):
@@ -58,10 +62,32 @@ class Bank:
     def state_changed(self, settings: Settings) -> None:
         """To be called when a checkpoint was written into the state: forget failures, look for roots."""
         self.counts.zero_()
-        self.failing = frozenset()
+        self.failing, self.restarts, self.skips = frozenset(), [0] * len(self.blocks), [0] * len(self.blocks)
         method = settings.method_of(self.key.kind)
         waits = method is not None and method.waits
         self.begun = method is not None and method.refreshes and (not waits or bool(method.ready(self.state).any()))
+
+    def not_finite(self, slots: Sequence[int]) -> list[int]:
+        """Those of some slots that have NaN or Inf in their state. The host waits."""
+        index = positions(tuple(slots), self.stack.device)
+        fine = torch.ones(len(slots), dtype=torch.bool, device=self.stack.device)
+        for tensor in self.state.values():
+            fine &= all_finite(tensor[index])
+        return [slot for slot, good in zip(slots, fine.tolist(), strict=True) if not good]
+
+    def restart(self, slots: Sequence[int], settings: Settings) -> None:
+        """Give slots the state of new ones, and forget their failures."""
+        self.background.finish()
+        device = self.stack.device
+        fresh = initial_state(self.key, make_stack(self.key, len(slots), settings, device), settings)
+        index = positions(tuple(slots), device)
+        for role, tensor in self.state.items():
+            tensor[index] = fresh[role]
+        for count in (self.failed, self.broken):
+            count[index] = 0
+        self.failing = self.failing.difference(slots)
+        for slot in slots:
+            self.restarts[slot] += 1
 
 
 def make_stack(key: BankKey, n: int, settings: Settings, device: torch.device) -> Stack:

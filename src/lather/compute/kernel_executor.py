@@ -299,6 +299,10 @@ class KernelExecutor(Executor[Seen]):
         slots = {"alive": b.alive, "scale": b.scale, "corrections": b.corrections, "n": self.n, "UNIFORM": v.uniform}
         copies = {"plain": self._memory.get("plain"), "filtered": self._memory.get("filtered"), "plane": self._plane}
         made = {"FILTER": v.filtered, "LOOKS_AHEAD": v.looks_ahead, "SECOND": v.second, "PLAIN": v.plain, "HALVES": v.halves}
+        if self.method and self.method.judges:  # it needs the gradients as they are, before anything is averaged
+            only = made | {"FILTER": False, "LOOKS_AHEAD": False, "SECOND": False}
+            tables.launch(kernels.average, {**reading, **slots, **copies, **only}, tables.graft_sums)
+            side_by_side([partial(self._judge, seen, i, part) for i, part in self._costly_first()])
         tables.launch(kernels.average, {**reading, **slots, **copies, **made}, tables.graft_sums)
         works: list[Callable[[], object]] = [
             partial(
@@ -311,9 +315,17 @@ class KernelExecutor(Executor[Seen]):
         if tables.thin:  # first, as it takes long and needs little
             works.insert(0, partial(self._launch_thin, v, tables.thin))
         for i, part in enumerate(self.slices):
-            if self.method and part.key.modes and not part.kernel_factors:
+            if self.method and part.key.modes and not part.kernel_factors and not self.method.judges:
                 works.append(partial(self.method.accumulate, part.state, self._stack("plain", i), seen.contexts[i]))
         side_by_side(works)
+
+    def _judge(self, seen: Seen, i: int, part: BoundSlice) -> None:
+        """Gradients into factors, and slots that cannot take theirs in out of the step."""
+        assert self.method is not None
+        takes, alive = self.method.accumulate(part.state, self._stack("plain", i), seen.contexts[i]), seen.alive[i]
+        assert takes is not None
+        part.bank.skipped[part.start : part.stop] += (alive > 0) & takes.logical_not()
+        alive *= takes
 
     def _launch_thin(self, v: Variant, thin: ThinLaunch) -> None:
         from ..kernels import step as kernels
@@ -347,7 +359,8 @@ class KernelExecutor(Executor[Seen]):
         )  # fmt: skip
         addresses = {"weights": b.addresses.parameters, "momenta": b.addresses.momenta}
         buffers = {"flat": flat, "filtered": self._memory.get(v.filtered_in), **addresses}
-        slots = {"gain": b.gain, "corrections": b.corrections, "n": self.n, "numbers": b.numbers, "UNIFORM": v.uniform}
+        slots = {"slots": tables.slots, "alive": b.alive, "gain": b.gain, "corrections": b.corrections, "n": self.n}
+        slots |= {"numbers": b.numbers, "UNIFORM": v.uniform}
         made = {"IN_STATE": v.filtered_in == "m", "SECOND": v.second, "MOMENTUM": v.momentum, "NESTEROV": v.nesterov}
         types = {"OUT": not self.moves_parameters, "PARAM": _type(v.param)}
         tables.launch(kernels.apply, {**buffers, **slots, **made, **types})

@@ -71,10 +71,12 @@ class Tables:
         tiles, ranges = tiles.to(device), zip(pairwise(bounds), ORDER, strict=True)
         self.ranges = [TileRange(a, tiles[a:b], alignment) for (a, b), alignment in ranges if b > a]
         roots = torch.tensor([address for part in parts for address in _roots(part, self._one)], device="cpu")
-        slots = SlotTable(first_tile=first_tile, num_tiles=num_tiles, root_address=roots)
+        counted = [(part.bank, i) for part in parts for i in range(part.start, part.stop)]
+        skipped, broken = [bank.skipped[i].data_ptr() for bank, i in counted], [bank.broken[i].data_ptr() for bank, i in counted]
+        marks = torch.tensor(broken, device="cpu")
+        slots = SlotTable(first_tile=first_tile, num_tiles=num_tiles, root_address=roots, broken_address=marks)
         self.slots = torch.stack(slots).to(device)
-        counters = [part.bank.skipped[i].data_ptr() for part in parts for i in range(part.start, part.stop)]
-        self.skip_counters = from_host(counters, halves, torch.int64)
+        self.skip_counters = from_host(skipped, halves, torch.int64)
         self.tile_sums, self.graft_sums = torch.zeros(2, len(tiles), dtype=torch.float32, device=device).unbind()
         by_kernels = [begin for begin in begins if begin.part.kernel_factors]
         self.factors = _factor_launches(by_kernels, device)

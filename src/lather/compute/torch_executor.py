@@ -1,12 +1,13 @@
 """The executor of one bank by torch: a sequence of operations on its stack. It runs everywhere."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from ..linalg import from_host, norms, per_slot, rescale
+from ..linalg import all_finite, from_host, norms, per_slot, rescale
 from ..methods import Context, Kronecker, filter_gradient
 from ..planning.schedule import started_slots
 from ..settings import Settings
@@ -53,10 +54,13 @@ class TorchExecutor(Executor[Seen]):
             alive &= on
         grads = torch.where(per_slot(alive, grads), grads, 0)
         ctx = Context(job.settings.hyper_of(self.key.kind), job.steps, alive.to(grads.dtype))
+        takes = self.method.accumulate(bank.state, grads, ctx) if self.method else None
+        if takes is not None:
+            bank.skipped += alive & takes.logical_not()
+            alive = alive & takes
+            grads, ctx = torch.where(per_slot(alive, grads), grads, 0), replace(ctx, alive=alive.to(grads.dtype))
         self.graft.accumulate(bank.state, grads, ctx)
         filtered = filter_gradient(bank.state, grads, ctx)
-        if self.method:
-            self.method.accumulate(bank.state, grads, ctx)
         return Seen(grads, filtered, alive, ctx)
 
     def refresh(self, job: Job, seen: Seen) -> None:
@@ -84,4 +88,5 @@ class TorchExecutor(Executor[Seen]):
                 ready = on if ready is None else ready & on
             if ready is not None:
                 direction = torch.where(per_slot(ready, own), direction, own)
+        bank.broken.logical_or_(seen.alive & all_finite(direction).logical_not())
         return [torch.where(per_slot(seen.alive, direction), direction, torch.nan)]

@@ -23,6 +23,7 @@ MOMENTUM_KEEP, MOMENTUM_TAKE = columns(Numbers, "momentum_keep", "momentum_take"
 
 FILTER_CORRECTIONS, MOMENT_CORRECTIONS = columns(Corrections, "filter", "moment")
 FIRST_TILE, NUM_TILES, ROOT_ADDRESS = columns(SlotTable, "first_tile", "num_tiles", "root_address")
+(BROKEN_ADDRESS,) = columns(SlotTable, "broken_address")
 
 TILE_WIDTH, JOB_WIDTH, CHUNK_WIDTH, THIN_WIDTH = width(Tile), width(FactorJob), width(ThinChunk), width(ThinFactor)
 SLOT, FLAT_OFFSET, HALF_ADDRESS = columns(Tile, "slot", "flat_offset", "half_address")
@@ -107,9 +108,9 @@ def _corrections(numbers, corrections, slot, n, UNIFORM: tl.constexpr):
 
 @triton.jit
 def _own(u, v, correction, eps, SECOND: tl.constexpr):
-    """The graft's own direction for the filtered gradient."""
+    """The graft's own direction for the filtered gradient. NaN where the moment is not finite."""
     if SECOND:
-        return u / (tl.sqrt(v / correction) + eps)
+        return tl.where(v < float("inf"), u / (tl.sqrt(v / correction) + eps), float("nan"))
     return u
 
 
@@ -194,23 +195,27 @@ def choose(
     target = tl.sqrt(_total(own, slots, slot, n, BLOCK))
     size = tl.sqrt(_total(partial, slots, slot, n, BLOCK))
     first, _ = _corrections(numbers, corrections, slot, n, UNIFORM)
-    value = tl.where(size > 0, target / size, 0.0) if GRAFT else 1.0 / first
+    value = 1.0 / first
+    if GRAFT:
+        value = tl.where(size > 0, target / size, 0.0)
+        value = tl.where(size != float("inf"), value, -1.0)  # the norm has overflowed
     root = tl.load(slots + ROOT_ADDRESS * n + slot)
     first_element = tl.load(root.to(tl.pointer_type(ROOT)), root != 0, 0.0)  # positive once the root has been computed
-    fits = size < float("inf")  # the norm has not overflowed
-    value = tl.where((tl.load(started + slot) != 0) & (first_element > 0) & fits, value, -1.0)
+    value = tl.where((tl.load(started + slot) != 0) & (first_element > 0), value, -1.0)
     tl.store(gain + slot, tl.where(tl.load(alive + slot) != 0, value, float("nan")))
 
 
 @triton.jit
 def apply(
-    tiles, weights, momenta, flat, filtered, gain, corrections, n, numbers,
+    tiles, weights, momenta, flat, filtered, slots, alive, gain, corrections, n, numbers,
     IN_STATE: tl.constexpr, SECOND: tl.constexpr, UNIFORM: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
     OUT: tl.constexpr, ALIGNED: tl.constexpr, PARAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The direction of every slot. It goes back into ``flat`` (``OUT``), or through decay and momentum into the parameter.
 
-    ``flat`` holds preconditioned directions. Filtered gradients are ``IN_STATE``, or in ``filtered``.
+    ``flat`` holds preconditioned directions. Filtered gradients are ``IN_STATE``, or in ``filtered``. A slot that takes part and
+    has a direction that is not finite is marked as broken. Elements that would not stay finite do not change, and momentum that
+    is not finite starts anew.
     """
     row = tiles + tl.program_id(0) * TILE_WIDTH
     slot = tl.load(row + SLOT)
@@ -230,23 +235,29 @@ def apply(
         if SECOND:
             v = tl.load(in_state(row, MOMENT_ADDRESS, index, ALIGNED), inside, 0.0).to(tl.float32)
         p = _own(u, v, second, _number(numbers, GRAFT_EPS), SECOND)
-    on = factor == factor  # false for NaN
+    p = tl.where(factor == factor, p, float("nan"))
+    wrong = tl.max((inside & (p - p != 0)).to(tl.int32), 0)
+    broken = tl.load(slots + BROKEN_ADDRESS * n + slot).to(tl.pointer_type(tl.int32))
+    tl.store(broken, 1, (wrong != 0) & (tl.load(alive + slot) != 0))  # every tile of the slot writes the same
     if OUT:
-        tl.store(at_offset(flat, at, ALIGNED), tl.where(on, p, float("nan")), inside)
+        tl.store(at_offset(flat, at, ALIGNED), p, inside)
     else:
         where = in_tensor(weights, row, index, ALIGNED, PARAM)
         w = tl.load(where, inside, 0.0).to(tl.float32)
-        go = tl.where(on, p - p, 1.0) == 0  # finite
         p += _number(numbers, DECAY) * w
         if MOMENTUM:
             memory = in_tensor(momenta, row, index, ALIGNED, tl.float32)
             momentum = _number(numbers, MOMENTUM_KEEP)
             damped = _number(numbers, MOMENTUM_TAKE) * p
             old = tl.load(memory, inside, 0.0)
+            old = tl.where(old - old == 0, old, 0.0)
             m = momentum * old + damped
-            tl.store(memory, tl.where(go, m, old), inside)
             p = damped + momentum * m if NESTEROV else m
-        tl.store(where, tl.where(go, w - _number(numbers, LR) * p, w).to(PARAM), inside)
+        moved = w - _number(numbers, LR) * p
+        go = moved - moved == 0  # finite
+        if MOMENTUM:
+            tl.store(memory, tl.where(go, m, old), inside)
+        tl.store(where, tl.where(go, moved, w).to(PARAM), inside)
 
 
 @triton.jit

@@ -85,8 +85,11 @@ class Transform(ABC):
         """Fresh state."""
 
     @abstractmethod
-    def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
-        """Take in a gradient ``[n, ...]``, in place. A slot that is not alive has a zero gradient and keeps its bits."""
+    def accumulate(self, state: State, grad: Tensor, ctx: Context) -> Tensor | None:
+        """Take in a gradient ``[n, ...]``, in place. A slot that is not alive has a zero gradient and keeps its bits.
+
+        A method that ``judges`` returns ``[n]`` bool: the slots that may take part in the step. Others keep their bits too.
+        """
 
     @abstractmethod
     def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
@@ -107,6 +110,7 @@ class Method(Transform):
     elementwise: ClassVar[str | None] = None  # the graft of parameters without factors, where the user set none
     refreshes: ClassVar[bool] = False  # whether a part of it is recomputed only now and then: those made of Kronecker factors
     waits: ClassVar[bool] = False  # whether it can be applied only after its first refresh
+    judges: ClassVar[bool] = False  # whether it may refuse a gradient that is finite
     follows: ClassVar[bool] = False  # whether it takes the gradient in again after a refresh
     kernels: ClassVar[str] = "none"  # what kernels do of a Kronecker: "none"; "graft", all but its mathematics; "factors" too
 

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from typing import ClassVar, final
 
+import torch
 from torch import Tensor
 
 from ..linalg import bias_correction, ema_, per_slot
@@ -55,7 +56,8 @@ class _SecondMoment(Graft):
 
     def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
         v = state["v"].to(u.dtype)
-        return u / (v / per_slot(self.correction(ctx), v)).sqrt_().add_(ctx.hyper.graft_eps)
+        found = u / (v / per_slot(self.correction(ctx), v)).sqrt_().add_(ctx.hyper.graft_eps)
+        return torch.where(v < torch.inf, found, torch.nan)  # not 0, or nobody would see that the moment is not finite
 
 
 @final

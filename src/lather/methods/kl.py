@@ -1,16 +1,15 @@
 """KL-Shampoo: each factor sees the gradient preconditioned by the other factors."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 
 from ..linalg import mode_product, norms, per_slot, power
-from ..roots import RootSolver
 from .base import Context, Hyper, Stack, State
-from .shampoo import ROOT_OPTIONS, Index, Kronecker, diagonal_of
+from .shampoo import ROOT_OPTIONS, Kronecker, diagonal_of
 
 
 @final
@@ -20,7 +19,7 @@ class KL(Kronecker):
 
     The roots ``X_j`` have exponent 1/2 and are as they were last refreshed, so ``W_i W_i^T`` is ``G R^-1 G^T`` for a matrix.
     Before the first refresh they are minus the identity: the products are then those of ``g``, and a root of that sign
-    counts as not computed yet. They stay so while a factor is zero.
+    counts as not computed yet.
 
     With ``k`` modes factors grow as ``c^(2 / k)`` if gradients are ``c`` times as large, where Shampoo's grow as ``c^2``. So before
     the first refresh gradients are divided by ``c^(1 - 1 / k)``, with ``c`` their root mean square. Otherwise the first roots would
@@ -32,6 +31,7 @@ class KL(Kronecker):
     text = "KL-Shampoo, whose factors see the gradient preconditioned by each other"
     default_eps = {"relative": 1e-4, "absolute": 1e-6}  # noqa: RUF012
     reads = ROOT_OPTIONS - {"exponent", "exponent_multiplier"}
+    judges = True  # roots may make a product overflow that is none of the gradient alone
     kernels = "graft"
 
     def init(self, stack: Stack, hyper: Hyper) -> State:
@@ -43,21 +43,11 @@ class KL(Kronecker):
     def exponent(self, hyper: Hyper, order: int) -> float:
         return 0.5
 
-    def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
+    def accumulate(self, state: State, grad: Tensor, ctx: Context) -> Tensor | None:
         rms = norms(grad) / math.sqrt(grad[0].numel())
         begins = (diagonal_of(state["X0"])[:, 0] < 0) & (rms > 0)
         size = power(torch.where(begins, rms, 1.0)[:, None], 1 - 1 / (grad.dim() - 1))[:, 0]
-        super().accumulate(state, grad / per_slot(size.to(grad.dtype), grad), ctx)
-
-    def solve(self, solver: RootSolver, a: Tensor, e: float, hyper: Hyper, warm: State, exact: bool) -> tuple[State, Tensor]:
-        found, ok = super().solve(solver, a, e, hyper, warm, exact)
-        none = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).neg_()
-        return found | {"X": torch.where(per_slot(a.flatten(1).any(1), a), found["X"], none)}, ok
-
-    def put(self, state: State, index: Index, new: Mapping[int, Tensor], ok: Tensor) -> None:
-        for i, root in new.items():  # all modes or none
-            ok = ok & state[f"L{i}"][index].flatten(1).any(1) & (diagonal_of(root)[:, 0] > 0)
-        super().put(state, index, new, ok)
+        return super().accumulate(state, grad / per_slot(size.to(grad.dtype), grad), ctx)
 
     def factor_input(self, state: State, grad: Tensor, mode: int) -> tuple[Tensor, float]:
         others = [i for i in range(grad.dim() - 1) if i != mode]

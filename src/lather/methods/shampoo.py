@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import roots
 from ..linalg import (
+    all_finite,
     bias_correction,
     ema_,
     gram,
@@ -43,8 +44,9 @@ class Kronecker(Method):
 
     State: factors ``L0, L1, ...``; roots ``X0, X1, ...`` in ``root_dtype``, which are not positive until the first refresh; and
     what the solver keeps for a warm start, such as a basis ``Q0``. Factors and roots are ``[n, d, d]``, or ``[n, d]`` if diagonal.
-    With ``factors="packed"`` full factors are lower triangles ``[n, d (d + 1) / 2]``. With ``refresh_delay``, roots wait as ``Y0,
-    Y1, ...`` until they are put to use.
+    A factor that is zero says nothing, and its root ``eps^(-e)`` would be far too large for the gradients to come: its block
+    keeps the roots that it has, or none. With ``factors="packed"`` full factors are lower triangles ``[n, d (d + 1) / 2]``. With
+    ``refresh_delay``, roots wait as ``Y0, Y1, ...`` until they are put to use.
     """
 
     # Facts; base.Method says what each means.
@@ -85,22 +87,23 @@ class Kronecker(Method):
             state |= {f"Y{i}": torch.zeros_like(state[f"X{i}"]) for i in range(len(stack.shape))}
         return state
 
-    def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
-        beta2 = ctx.hyper.beta2
-        for i in range(grad.dim() - 1):
-            factor = state.get(f"L{i}")
-            if factor is None:  # SOAP has none for diagonal modes
-                continue
+    def accumulate(self, state: State, grad: Tensor, ctx: Context) -> Tensor | None:
+        new: dict[str, Tensor] = {}
+        for i in modes_of(state):
             x, scale = self.factor_input(state, grad, i)
-            if refreshed(state, i).dim() == 3:
-                new = gram(x, i, scale)
-                new = pack(new) if factor.dim() == 2 else new
-            else:
-                new = gram_diagonal(x, i, scale)
+            full = refreshed(state, i).dim() == 3
+            found = gram(x, i, scale) if full else gram_diagonal(x, i, scale)
+            new[f"L{i}"] = pack(found) if full and state[f"L{i}"].dim() == 2 else found
+        takes, alive, beta2 = None, ctx.alive, ctx.hyper.beta2
+        if self.judges:
+            takes = torch.stack([all_finite(value) for value in new.values()]).all(0)
+            new, alive = {k: torch.where(per_slot(takes, value), value, 0) for k, value in new.items()}, alive * takes
+        for role, value in new.items():
             if beta2 == 1:
-                factor.add_(new)  # slots that are not alive have a zero gradient
+                state[role].add_(value)  # slots that are not alive have a zero gradient
             else:
-                ema_(factor, new, ctx.alive * (1 - beta2))
+                ema_(state[role], value, alive * (1 - beta2))
+        return takes
 
     def ready(self, state: State) -> Tensor:
         root = state["X0"]  # positive definite once it is computed, so its first element tells
@@ -129,12 +132,15 @@ class Kronecker(Method):
         """
         ridge = ridge_of(a, hyper)
         root = roots.rescue(a, e, ridge, warm) if exact else roots.solve(solver, a, e, ridge, warm)
-        return {"X": root.value, **warm}, root.ok
+        none = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).neg_()  # of a zero factor, which says nothing
+        return {"X": torch.where(per_slot(a.flatten(1).any(1), a), root.value, none), **warm}, root.ok
 
     def put(self, state: State, index: Index, new: Mapping[int, Tensor], ok: Tensor) -> None:
-        """Put to use what a refresh made for some slots, by mode, where it is ok."""
-        for i, value in new.items():
-            write(refreshed(state, i), index, value, ok)
+        """Put to use what a refresh made for some slots, by mode, where it is ok. A block takes roots of all its modes or none."""
+        for i, root in new.items():
+            ok = ok & state[f"L{i}"][index].flatten(1).any(1) & (diagonal_of(root)[:, 0] > 0)
+        for i, root in new.items():
+            write(state[f"X{i}"], index, root, ok)
 
     def publish(self, state: State, slots: Sequence[int]) -> None:
         if modes := modes_of(state):

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import roots
 from ..linalg import are_products_exact, ema_, norms, per_slot, product, rotate
 from .base import FULL, Context, Hyper, Stack, State
-from .shampoo import ROOT_OPTIONS, Index, Kronecker, factor_correction, first_factor, modes_of
+from .shampoo import ROOT_OPTIONS, Index, Kronecker, factor_correction, first_factor, modes_of, write
 
 SAME = 0.999  # squared cosine above which two eigenvectors count as the same
 ROUNDINGS = 64.0  # a rotated element below this many roundings counts as zero
@@ -95,7 +95,8 @@ class Soap(Kronecker):
         moved = rotated(x, [squares.get(i) for i in range(w.dim() - 1)])
         fresh = torch.where(per_slot(axes, w), moved, placed).to(w.dtype)
         state["w"][index] = torch.where(per_slot(ok, w), fresh, w)
-        super().put(state, index, new, ok)
+        for i, q in new.items():
+            write(state[f"Q{i}"], index, q, ok)
 
     def has_come(self, waiting: Tensor) -> Tensor:
         return waiting[:, :, 0].ne(0).any(1)  # zeros are no basis
@@ -168,7 +169,9 @@ def _transposed(factors: Sequence[Tensor | None]) -> list[Tensor | None]:
 def _denominator(state: State, dtype: torch.dtype, ctx: Context) -> Tensor:
     w = state["w"].to(dtype)
     root = (w / per_slot(factor_correction(ctx), w)).sqrt_()
-    mean = per_slot(norms(root) / math.sqrt(root[0].numel()), root)  # its root mean square
+    size = norms(root)
+    size = torch.where(size < torch.inf, size, torch.nan)  # a direction of zero would hide a moment that is not finite
+    mean = per_slot(size / math.sqrt(root[0].numel()), root)  # the root mean square
     if modes := modes_of(state):
         coarse = [torch.finfo(state[f"Q{modes[0]}"].dtype).eps]
         coarse += [TF32] if w.is_cuda and dtype == torch.float32 and not are_products_exact() else []

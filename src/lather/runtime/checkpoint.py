@@ -225,6 +225,8 @@ def _misfit(saved: Mapping[str, Any], needed: Mapping[str, Shape], known: Mappin
                 f"the checkpoint's {k} for parameter {name} is {tuple(value.shape)} but {known[k]} is expected: the parameter had "
                 "another shape when it was saved"
             )
+        if k in ("y", "weight_sum") and not local(value).isfinite().all():
+            return f"the checkpoint's {k} for parameter {name} has NaN or Inf, and nothing can stand in for it; load an earlier one"
     step = saved["step"].item()
     if not (type(step) in (int, float) and 0 <= step <= MOST_STEPS and step == int(step)):
         return f"the checkpoint's step for parameter {name} is {step!r} but a whole number from 0 to {MOST_STEPS} is expected"

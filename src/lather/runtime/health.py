@@ -10,15 +10,17 @@ from torch import Tensor
 from ..compute.bank import Bank
 from ..methods.shampoo import factors_of, modes_of, refreshed
 from ..settings import Settings
+from ..storage.tensors import local
 from .ranks import Peers
 from .run import Run
 
+_ANEW = "NaN or Inf in the state or the direction of parameter {}; the state of the affected blocks starts anew"
 ALARM = 10  # steps between looks at the failures of all ranks; it must be the same on all ranks, whatever their options
-Counts = Sequence[Sequence[int]]  # gradients skipped and refreshes failed in a row, by slot
+Counts = Sequence[Sequence[int]]  # gradients skipped, refreshes failed in a row, and whether the direction broke, by slot
 
 
 class NumericalWarning(RuntimeWarning):
-    """A gradient was not finite, or a root could not be refreshed. Training continues without it."""
+    """A gradient or a state was not finite, or a root could not be refreshed. Training continues without it."""
 
 
 @final
@@ -54,27 +56,42 @@ class Health:
         if peers.comms and self._calls % ALARM == 0 and self._alarm.rings(run.banks, settings, peers):
             raise RuntimeError(peers.tell(failures(run.banks, settings, run.name_of)))
 
+    def check(self, run: Run, settings: Sequence[Settings]) -> None:
+        """After a checkpoint was loaded: start state anew that is not finite, and say so."""
+        for bank in run.banks:
+            if slots := bank.not_finite(range(len(bank.blocks))):
+                bank.restart(slots, settings[bank.key.group])
+                for name in dict.fromkeys(run.name_of(bank.blocks[slot].param) for slot in slots):
+                    self._warn(f"the checkpoint has {_ANEW.format(name)}", stacklevel=6)
+        for i, views in enumerate(run.views):  # what is shaped like a parameter starts anew in the next step
+            if not all(local(view).isfinite().all() for key, view in views.items() if "." not in key):
+                self._warn(f"the checkpoint has {_ANEW.format(run.name_of(i))}", stacklevel=6)
+
     def _tell_lost(self, error: str) -> None:
         self._warn(f"roots could not be computed in the background ({error}); the last ones are kept", error.partition(":")[0])
 
     def _tell(self, bank: Bank, counts: Counts, run: Run, settings: Settings, alone: bool) -> None:
         """A rank that is not ``alone`` does not raise. All ranks do so together, when the :class:`Alarm` rings."""
-        for slot, (skipped, failed) in enumerate(zip(*counts, strict=True)):
+        known, anew = bank.skips, _restarted(bank, counts, settings)
+        for slot, (skipped, failed, _) in enumerate(zip(*counts, strict=True)):
             block = bank.blocks[slot]
             name = run.name_of(block.param)
+            if slot in anew:
+                self._warn(f"a step found {_ANEW.format(name)}")
+                continue
             if alone and failed > settings.max_failed_refreshes:
                 raise RuntimeError(_failure(bank, slot, name, failed, settings, run.banks))
             if failed:
                 self._warn(f"the root of block {block.index} of parameter {name} could not be refreshed; its last one is kept")
-            if skipped:
+            if skipped != known[slot]:
                 rate = " or a learning rate that is NaN, infinite or negative" if settings.rate_on_device else ""
                 self._warn(f"parameter {name} had a gradient with NaN or Inf{rate}; its affected blocks were not updated")
 
-    def _warn(self, message: str, once: str | None = None) -> None:
-        """Only the first time for each message, or for each ``once``."""
+    def _warn(self, message: str, once: str | None = None, stacklevel: int = 10) -> None:
+        """Only the first time for each message, or for each ``once``. By default for the line that called opt.step()."""
         if (once or message) not in self._reported:
             self._reported.add(once or message)
-            warnings.warn(message, NumericalWarning, stacklevel=10)  # the line that called opt.step()
+            warnings.warn(message, NumericalWarning, stacklevel=stacklevel)
 
     def _read(self, bank: Bank) -> Counts | None:
         """Counts that have arrived since they were asked for. Asks for new ones."""
@@ -143,14 +160,28 @@ def refuse_nonfinite(grads: Mapping[int, Tensor], run: Run, settings: Sequence[S
 
 
 def tally(banks: Iterable[Bank], name_of: Callable[[int], str]) -> dict[str, dict[str, int]]:
-    """By parameter with failures: the most gradients skipped, and refreshes failed in a row, of any of its blocks."""
+    """By parameter with failures: the most gradients skipped, refreshes failed in a row, and restarts, of any of its blocks."""
     found: dict[str, dict[str, int]] = {}
     for bank in banks:
-        for block, skipped, failed in zip(bank.blocks, *bank.counts.tolist(), strict=True):
-            if skipped or failed:
-                seen = found.setdefault(name_of(block.param), {"skipped": 0, "failed": 0})
-                seen["skipped"], seen["failed"] = max(seen["skipped"], skipped), max(seen["failed"], failed)
+        for block, restarts, skipped, failed, broken in zip(bank.blocks, bank.restarts, *bank.counts.tolist(), strict=True):
+            mine = {"skipped": skipped, "failed": failed, "restarted": restarts + broken}
+            if any(mine.values()):
+                seen = found.get(name_of(block.param), mine)
+                found[name_of(block.param)] = {key: max(count, seen[key]) for key, count in mine.items()}
     return found
+
+
+def _restarted(bank: Bank, counts: Counts, settings: Settings) -> set[int]:
+    """Start anew with the slots that have broken, and with those that skipped or failed because their state is not finite."""
+    skipped, failed, broken = counts
+    slots = {slot for slot, was in enumerate(broken) if was}
+    doubtful = [slot for slot, times in enumerate(failed) if times or skipped[slot] != bank.skips[slot]]
+    bank.skips = list(skipped)
+    if doubtful:
+        slots |= {*bank.not_finite(doubtful)}
+    if slots:
+        bank.restart(sorted(slots), settings)
+    return slots
 
 
 def _failure(bank: Bank, slot: int, name: str, failed: int, settings: Settings, banks: Iterable[Bank]) -> str:

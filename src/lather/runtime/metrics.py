@@ -107,7 +107,7 @@ class Record:
             offsets = job.step.offsets.get(part.key.group, {})
             ages = [age(t, settings, offsets.get(i, 0) if offsets else None) for t, i in zip(steps, part.numbers, strict=True)]
             row = _with_factors(row, part, method, ctx, ready)._replace(age=torch.where(ready, from_host(ages, grads), -math.inf))
-        skipped, failed = part.bank.counts[:, part.start : part.stop]
+        skipped, failed, _ = part.bank.counts[:, part.start : part.stop]
         lr = job.step.rates[part.key.group].lr
         length = _square(own if settings.grafted else direction)
         row = row._replace(

@@ -61,24 +61,25 @@ class Run:
         return grads
 
     def begin(self, grads: Mapping[int, Tensor], settings: Sequence[Settings], rates: Sequence[Rate], groups: Groups) -> Step:
-        """Count a step for the parameters that have gradients, and return what units need to know about it."""
-        for i in grads:
-            self.steps[i] += 1
-        if len(grads) == len(self.steps):
-            self.counter += 1
-        else:
-            self.counter += torch.tensor([i in grads for i in range(len(self.steps))], device="cpu")
+        """What units need to know about a step of the parameters that have gradients. It counts once it has :meth:`ended <end>`."""
+        counts = [t + (i in grads) for i, t in enumerate(self.steps)]
         if self._stored is None:
             kept, exact = self._local("momentum", "z", "x"), self._local("y")
             self._stored = Stored({i: local(p) for i, p in enumerate(self.params)}, kept, exact)
-        shares = self.averages.shares(self.steps, grads, settings, groups) if self.averages.members else {}
+        shares = self.averages.shares(counts, grads, settings, groups) if self.averages.members else {}
         for i in shares:
-            if self.steps[i] <= (i in grads):  # averages begin at the parameter's first step
+            if counts[i] <= (i in grads):  # averages begin at the parameter's first step
                 self._stored.kept[i].copy_(self._stored.params[i])
-        first = self.steps[0] if self.steps else 0
-        even = first if len(grads) == len(self.steps) == self.steps.count(first) else None
+        first = counts[0] if counts else 0
+        even = first if len(grads) == len(counts) == counts.count(first) else None
         offsets = {g: self.offsets(g, s) for g, s in enumerate(settings) if s.staggered}
-        return Step(grads, self._stored, self.steps, even, settings, rates, shares, offsets)
+        return Step(grads, self._stored, counts, even, settings, rates, shares, offsets)
+
+    def end(self, step: Step) -> None:
+        """Count a step that is done. One that raised before does not count."""
+        even = len(step.grads) == len(self.steps)
+        self.counter += 1 if even else torch.tensor([i in step.grads for i in range(len(self.steps))], device="cpu")
+        self.steps = list(step.counts)
 
     def offsets(self, group: int, settings: Settings) -> Mapping[int, int]:
         """Each block's step within the period, for staggered refreshes."""

@@ -59,7 +59,7 @@ class Session:
     # A step.
 
     def begin(self, groups: Groups, state: State) -> Step | None:
-        """Prepare a step, and count it. None if there is nothing to do."""
+        """Prepare a step. None if there is nothing to do."""
         self.consolidated = None
         self._prepare_together(groups, state)
         run, grads = self.run, self.run.gradients()
@@ -86,8 +86,9 @@ class Session:
             raise RuntimeError("no step was recorded: call opt.arm() before the step, or use lather.Monitor")
         return self.record.gathered(by, self._peers) if gather else self.record.metrics(by)
 
-    def report(self) -> None:
-        """Report failures after a step."""
+    def end(self, step: Step) -> None:
+        """Count a step that is done, and report its failures."""
+        self.run.end(step)
         self._health.report(self.run, self.settings, self._peers)
 
     def _is_probe(self, grads: Mapping[int, Tensor], groups: Groups) -> bool:
@@ -284,6 +285,7 @@ class Session:
                 each.clear()
                 each.update(was)
             raise
+        self._health.check(run, self.settings)
         self._agreed, self._loaded = False, True
         self.consolidated = None
         if run.comms:

@@ -191,12 +191,13 @@ def shares_(
 def average_(y: Tensor, other: Tensor, p: Tensor, settings: Settings, rate: Rate, share: Number) -> None:
     """A step with averaging: decay, and a move by ``d = lr P``, in place on ``y`` and what is kept with it.
 
-    Elements without a finite direction stay. ``share`` is one number, or one for every element. It is subtracted from 1 before
-    it is rounded to the dtype of ``y``, so that both give the same bits.
+    Elements that would not stay finite stay as they are. What is kept, where it is not finite, starts anew at ``y``. ``share``
+    is one number, or one for every element. It is subtracted from 1 before it is rounded to the dtype of ``y``, so that both give
+    the same bits.
     """
     options = _options(settings)
-    go, p = decayed(y, p, rate)
-    d = p * rate.lr
+    torch.where(other - other == 0, other, y, out=other)
+    d = decayed(y, p, rate) * rate.lr
     b, c, rest = options.beta, share, 1 - share
     if isinstance(c, Tensor) and isinstance(rest, Tensor):
         c, rest = c.to(y.dtype), rest.to(y.dtype)
@@ -207,6 +208,7 @@ def average_(y: Tensor, other: Tensor, p: Tensor, settings: Settings, rate: Rate
         way = y - other  # (1 - b) (z - x)
         new = other + (way / (1 - b) - d) * c
         moved = new + (way - d * (1 - b)) * rest
+    go = moved - moved == 0  # finite, and then what is new is finite too
     torch.where(go, new, other, out=other)
     torch.where(go, moved, y, out=y)
 

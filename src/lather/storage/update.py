@@ -66,23 +66,25 @@ def prepare_gradient(grad: Tensor, w: Tensor | None, settings: Settings) -> Tens
 
 
 def update_(w: Tensor, p: Tensor, m: Tensor | None, settings: Settings, rate: Rate) -> None:
-    """Decay, momentum and the step, in place on ``w`` and ``m``. Elements without a finite direction do not change.
+    """Decay, momentum and the step, in place on ``w`` and ``m``. Elements that would not stay finite do not change: most have
+    no finite direction. Momentum that is not finite starts anew, at zero.
 
     ``P <- P + c W``; ``M <- mu M + (1 - dampening) P``; ``P <- (1 - dampening) P + mu M`` (Nesterov) or ``M``;
     ``W <- W - lr P``.
     """
-    go, p = decayed(w, p, rate)
+    p = decayed(w, p, rate)
+    new = None
     if m is not None:
         mu, damped = settings.momentum, p * (1 - settings.dampening)
-        new = m * mu + damped
+        new = m.nan_to_num_(0.0, 0.0, 0.0) * mu + damped
         p = damped + new * mu if settings.nesterov else new
+    moved = w - p * rate.lr
+    go = moved - moved == 0  # finite; this takes two passes, and isfinite() four
+    if m is not None and new is not None:
         torch.where(go, new.to(m.dtype), m, out=m)
-    torch.where(go, w - p * rate.lr, w, out=w)
+    torch.where(go, moved, w, out=w)
 
 
-def decayed(w: Tensor, p: Tensor, rate: Rate) -> tuple[Tensor, Tensor]:
-    """Where a direction is finite, and the direction with decay."""
-    go = p - p == 0  # finite; this takes two passes, and isfinite() four
-    if isinstance(rate.decay, Tensor) or rate.decay != 0:
-        p = p + w * rate.decay
-    return go, p
+def decayed(w: Tensor, p: Tensor, rate: Rate) -> Tensor:
+    """The direction with decay."""
+    return p + w * rate.decay if isinstance(rate.decay, Tensor) or rate.decay != 0 else p
