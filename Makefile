@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-scripts docs dist coverage bench results clean
+.PHONY: setup demo test test-scripts docs dist coverage bench results endurance clean
 
 setup: .venv/.installed
 
@@ -38,6 +38,13 @@ dist: setup
 	build/empty/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
 	cd build && empty/bin/python ../tests/smoke.py
 	@ls -l dist
+
+# Hours of use in about one: random lives of the optimizer, faults on several ranks, and a hundred thousand steps.
+endurance: setup
+	cd tests && ../$(BIN)/python -m endurance.fuzz --seeds 2500
+	cd tests && ../$(BIN)/python -m endurance.fuzz --seeds 150 --layouts ddp2 fsdp3 hsdp22 fsdp_tp22
+	cd tests && ../$(BIN)/python -m endurance.faults
+	cd tests && ../$(BIN)/python -m endurance.soak
 
 # The same tests with their lines counted, which takes half as long again.
 coverage: setup

@@ -435,6 +435,7 @@ def test_an_indefinite_factor_is_shifted_least() -> None:
     twin = shampoo(torch.zeros(2, 2), eps=1.0)
     q = torch.tensor([[0.6, -0.8], [0.8, 0.6]], dtype=torch.float64)
     twin.blocks[0][0].factors[0] = q @ torch.diag(torch.tensor([2.0, -1.0], dtype=torch.float64)) @ q.T
+    twin.blocks[0][0].factors[1] = torch.eye(2, dtype=torch.float64)  # a block has roots if no factor is zero
     twin._refresh(twin.blocks[0][0], 1)
     roots = twin.blocks[0][0].roots
     assert roots is not None and roots[0] is not None

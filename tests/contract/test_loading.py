@@ -129,8 +129,9 @@ def test_a_checkpoint_with_one_wrong_place_is_loaded_or_refused(case: str, steps
         assert_same([p.detach() for p in params_of(opt)], [p.detach() for p in params_of(twin)])
         return
     for i, p in enumerate(params_of(opt)):
-        for key, value in opt.state[p].items():
-            assert_same(value.detach().double(), wrong["state"][i][key].double())
+        if all(value.isfinite().all() for value in wrong["state"][i].values()):  # or it starts anew
+            for key, value in opt.state[p].items():
+                assert_same(value.detach().double(), wrong["state"][i][key].double())
     train(opt, 2)
 
 

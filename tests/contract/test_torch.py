@@ -730,24 +730,19 @@ def test_surroundings_do_not_matter(inside: str) -> None:
 
 
 IMPORT = """
-import sys, time, torch
-before, start = set(sys.modules), time.process_time()
+import sys, torch
+before = set(sys.modules)
 import lather
-seconds = time.process_time() - start
-new = {name.partition(".")[0] for name in set(sys.modules) - before}
-print(seconds, *sorted(new - set(sys.stdlib_module_names)))
+print(*sorted(set(sys.modules) - before))
 """
 
 
-def test_import_is_quick_and_needs_torch_only() -> None:
-    best = math.inf
-    for _ in range(3):
-        out = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout.split()
-        assert set(out[1:]) <= {"lather", "torch"}
-        best = min(best, float(out[0]))
-        if best <= 0.3:
-            break
-    assert best <= 0.3
+def test_import_brings_little_and_needs_torch_only() -> None:
+    """What makes an import slow is what it brings along, such as torch's compiler."""
+    out = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout.split()
+    assert {name.partition(".")[0] for name in out} - set(sys.stdlib_module_names) <= {"lather", "torch"}
+    others = [name for name in out if not name.startswith("lather")]
+    assert len(others) <= 10, others
 
 
 # Values, shapes and layouts.

@@ -67,7 +67,18 @@ class Fused(nn.Module):
         self.small = nn.Linear(5, 3)
 
 
-MODELS: dict[str, type[nn.Module]] = {"toy": Toy, "tiny": Tiny, "fused": Fused}
+class Few(nn.Module):
+    """One of each kind, for runs that are many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.zeros(()))
+        self.up = nn.Linear(7, 13)
+        self.pair = nn.ModuleList([nn.Linear(5, 6, bias=False) for _ in range(2)])
+        self.conv = nn.Conv2d(3, 4, 3, bias=False)
+
+
+MODELS: dict[str, type[nn.Module]] = {"toy": Toy, "tiny": Tiny, "fused": Fused, "few": Few}
 
 
 def noise(name: str, step: int, shape: Sequence[int]) -> Tensor:

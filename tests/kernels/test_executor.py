@@ -525,7 +525,8 @@ def test_gradients_from_stacks_and_directions_that_leave(reads_gradients, betas,
             grads[1] = None
         take(direct, params, grads)
         there = {i: grad for i, grad in enumerate(grads) if grad is not None}
-        job = executor.job(replace(made.begin(there, settings, rates, opt.param_groups), stored=stored))
+        begun = made.begin(there, settings, rates, opt.param_groups)
+        job = executor.job(replace(begun, stored=stored))
         stacks = [
             torch.stack([there.get(block.param, torch.zeros(block.shape)) for block in piece.blocks]) for piece in executor.slices
         ]
@@ -535,6 +536,7 @@ def test_gradients_from_stacks_and_directions_that_leave(reads_gradients, betas,
                 for block, direction in zip(piece.blocks, stack, strict=True):
                     assert direction.isnan().all() == direction.isnan().any() == (grads[block.param] is None)
                     others[block.param].sub_(GIVEN["lr"] * direction.nan_to_num())
+        made.end(begun)
     assert_close(others, [p.detach().double() for p in params], 2e-7)
 
 

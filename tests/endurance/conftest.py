@@ -1,0 +1,5 @@
+"""The pools of processes."""
+
+from distributed.conftest import pools
+
+__all__ = ["pools"]
