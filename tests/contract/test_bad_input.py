@@ -836,6 +836,17 @@ def test_a_checkpoint_that_is_not_finite_is_told_of(role: str) -> None:
     assert (params["weight"] != before).all() and all(v.isfinite().all() for v in opt.state[params["weight"]].values())
 
 
+@pytest.mark.parametrize("averaged", [{"averaging": "schedule_free"}, {"averaging": "gpa", "averaging_beta": 0.3}], ids=str)
+def test_eval_mode_shows_no_nan(averaged: dict[str, Any]) -> None:
+    params = {"weight": nn.Parameter(torch.ones(6, 5))}
+    opt = lather.Shampoo(params.items(), lr=0.02, **averaged)
+    train(opt, params, 3)
+    role = ({"z", "x"} & opt.state[params["weight"]].keys()).pop()
+    opt.state[params["weight"]][role][0, 0] = NAN
+    opt.eval()
+    assert params["weight"].isfinite().all()
+
+
 @pytest.mark.parametrize("role", ["y", "weight_sum"])
 def test_an_average_that_is_not_finite_is_refused(role: str) -> None:
     params = parameters()
@@ -876,9 +887,23 @@ def test_a_step_that_raises_does_not_count(options: dict[str, Any], monkeypatch:
             opt.step()
     assert [opt.state[p]["step"].item() for p in params.values()] == [1, 0]
     assert all(torch.equal(p, before[name]) for name, p in params.items())
+    sums = [entry["weight_sum"].item() for entry in opt.state.values() if "weight_sum" in entry]
+    assert sums == [1e-6, 0.0][: len(sums)]  # the square of the learning rate, for one step
     opt.step()
     assert [opt.state[p]["step"].item() for p in params.values()] == [2, 0]
     assert opt._session.run.steps == [2, 0]
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2, 3])
+def test_diagonal_factors_that_are_zero_have_no_root(delay: int) -> None:
+    w = nn.Parameter(torch.zeros(6, 5))
+    options = {"large_dim": "diagonal", "max_preconditioner_dim": 2, "graft": None, "damping": "absolute", "refresh_delay": delay}
+    opt = lather.Shampoo([w], lr=1.0, precondition_frequency=5, refresh_warmup=0.0, **options)
+    for t in range(12):
+        w.grad = torch.zeros_like(w) if t < 6 else 1e-3 * torch.ones_like(w)
+        before = w.detach().clone()
+        opt.step()
+        assert (w - before).abs().max() < 2
 
 
 def test_recovery_starts_the_count_again(eigh: Eigh) -> None:

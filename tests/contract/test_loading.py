@@ -242,3 +242,24 @@ def test_saving_before_a_parameter_is_frozen_changes_nothing(refresh: str, touch
         return [p.detach() for p in params]
 
     assert_same(run(touch), run(lambda opt: None))
+
+
+@pytest.mark.parametrize("warm", [0, 1, 4])
+def test_the_state_of_a_frozen_parameter_is_loaded(warm: int) -> None:
+    """Also into an optimizer that has found nothing to change for some steps."""
+    frozen, other = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    saved = trained(frozen, 3).state_dict()
+    other.weight.requires_grad_(False)
+    opt = trained(other, warm)
+    opt.load_state_dict(saved)
+    assert opt.state[other.weight]["step"] == 3 and other.weight in opt.state
+    assert opt.state_dict()["state"].keys() == saved["state"].keys()
+
+
+def trained(model: torch.nn.Module, steps: int) -> lather.Shampoo:
+    opt = lather.Shampoo(model.named_parameters())
+    for _ in range(steps):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p) if p.requires_grad else None
+        opt.step()
+    return opt

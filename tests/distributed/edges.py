@@ -6,7 +6,7 @@ import copy
 import itertools
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 from unittest import mock
 
@@ -324,3 +324,18 @@ def pickled() -> bytes:
 
 def gather_to(rank: int) -> None:
     Run("ddp2", Case()).advance(1, 2).opt.consolidate_state_dict(to=rank)
+
+
+def load_refused_on_one_rank(layout: str) -> None:
+    """Rank 1 cannot load what the others load. All of them hear of it in the next step."""
+    run = Run(layout, Case()).advance(1, 2)
+    run.opt.consolidate_state_dict()
+    saved = [copy.deepcopy(run.opt.state_dict()) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(saved)
+    run.advance(3, 3)
+    state: Any = saved[0]
+    if dist.get_rank() == 1:
+        state = {**state, "param_groups": []}
+    with suppress(ValueError):
+        run.opt.load_state_dict(state)
+    run.advance(4, 4)

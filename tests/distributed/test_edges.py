@@ -112,8 +112,9 @@ def test_disagreement_on_gradients_does_not_hang(layout: str, pools: Pools) -> N
         (edges.failing_refreshes, "RuntimeError", "low.weight"),
         (edges.errors_beside_the_training, "RuntimeError", "no room for roots"),
         (edges.bad_option_on_one_rank, "ValueError", "max_preconditioner_dim"),
+        (edges.load_refused_on_one_rank, "ValueError", "the step of parameter"),
     ],
-    ids=["nan", "refresh", "aside", "option"],
+    ids=["nan", "refresh", "aside", "option", "load"],
 )
 def test_failures_reach_every_rank(function: Any, error: str, name: str, layout: str, pools: Pools) -> None:
     """In the last layout also those that do not store the parameter: two of four ranks do."""

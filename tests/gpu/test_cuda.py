@@ -284,3 +284,26 @@ def test_the_choice_works_on_this_device(d, e):
     x = torch.randn(4, d, d, device="cuda") * torch.logspace(0, -3, d, device="cuda")
     a, solver = x @ x.mT / d, lather.roots.choose("cuda", e)
     assert solver((a + a.mT) / 2, e, 1e-12, {}).ok.all() and solver.is_capturable(x.device) == (e != 0.455)
+
+
+@pytest.mark.parametrize("options", [{}, {"refresh_delay": 2}, {"graft": None, "precondition_frequency": 5}], ids=str)
+def test_state_that_is_not_finite_starts_anew_once(options):
+    """The host learns of it later, and must not take old counts for new ones."""
+    opt, params, _ = make(**options)
+    run(opt, params, 1, 25)
+    opt.state[params[0]]["m.0"].flatten()[0] = torch.nan
+    with pytest.warns(lather.NumericalWarning, match="starts anew"):
+        run(opt, params, 25, 120)
+    assert [found["restarted"] for found in opt.health().values()] == [1]
+    assert all(p.isfinite().all() for p in params)
+
+
+def test_counts_from_before_a_load_do_not_matter():
+    opt, params, _ = make()
+    run(opt, params, 1, 25)
+    saved = copy.deepcopy(opt.state_dict())
+    opt.state[params[0]]["m.0"].flatten()[0] = torch.nan
+    run(opt, params, 25, 30)
+    opt.load_state_dict(saved)
+    run(opt, params, 25, 60)
+    assert not opt.health()

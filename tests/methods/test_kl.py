@@ -177,3 +177,15 @@ def test_a_preconditioned_gradient_that_overflows_is_skipped(options: Options) -
     assert [*opt.health().values()] == [{"skipped": 1, "failed": 0, "restarted": 0}]
     advance(opt, [p], rows[13:])
     assert all(value.isfinite().all() for value in opt.state[p].values()) and p.isfinite().all()
+
+
+def test_metrics_leave_out_a_gradient_that_overflows() -> None:
+    p = nn.Parameter(torch.ones(8, 6))
+    opt = lather.Shampoo([p], **KL | {"graft_eps": 1e-8})
+    rows = gradients(13, torch.float32, [(8, 6)])
+    advance(opt, [p], [[1e-20 * g] for (g,) in rows[:12]])
+    opt.arm()
+    with pytest.warns(lather.NumericalWarning):
+        advance(opt, [p], [[1e16 * g] for (g,) in rows[12:]])
+    (found,) = opt.metrics(gather=True).values()
+    assert found["skipped"] == 1 and not found["update"] > 0 and not math.isinf(found["update"])

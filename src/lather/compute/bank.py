@@ -69,15 +69,15 @@ class Bank:
 
     def not_finite(self, slots: Sequence[int]) -> list[int]:
         """Those of some slots that have NaN or Inf in their state. The host waits."""
-        index = positions(tuple(slots), self.stack.device)
+        every = len(slots) == len(self.blocks)
+        index = slice(None) if every else positions(tuple(slots), self.stack.device)
         fine = torch.ones(len(slots), dtype=torch.bool, device=self.stack.device)
         for tensor in self.state.values():
             fine &= all_finite(tensor[index])
         return [slot for slot, good in zip(slots, fine.tolist(), strict=True) if not good]
 
     def restart(self, slots: Sequence[int], settings: Settings) -> None:
-        """Give slots the state of new ones, and forget their failures."""
-        self.background.finish()
+        """Give slots the state of new ones, and forget their failures. Nothing may be under way in the background."""
         device = self.stack.device
         fresh = initial_state(self.key, make_stack(self.key, len(slots), settings, device), settings)
         index = positions(tuple(slots), device)

@@ -223,5 +223,6 @@ def _identity_like(a: Tensor) -> Tensor:
 
 def _diagonal_root(side: _Side) -> None:
     ridge = per_slot(ridge_of(side.a, side.hyper), side.a)
-    side.fresh["X"] = power(side.a.double() + ridge, -side.e).to(side.a.dtype)
+    made = power(side.a.double() + ridge, -side.e).to(side.a.dtype)
+    side.fresh["X"] = torch.where(side.a.any(1, keepdim=True), made, -1.0)  # a factor that is zero has no root
     side.ok = side.fresh["X"].isfinite().all(1)

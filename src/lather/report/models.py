@@ -117,7 +117,7 @@ def _of_folder(folder: Path) -> nn.Module:
         if kind is None:
             raise ValueError(f"transformers {transformers.__version__} has no class {names[0]}")
         build = partial(kind.from_config, config) if names == ["AutoModel"] else partial(kind, config)
-        model = on_meta(build).to(config.dtype or torch.float32)
+        model = on_meta(build).to(getattr(config, "dtype", None) or torch.float32)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"the model of {str(config_file)!r} cannot be built: {error}") from error
     assert isinstance(model, nn.Module)

@@ -123,14 +123,12 @@ def tune(
         raise ValueError("tune runs in one process; ranks=(8, 64) estimates for several")
     for n in ranks:
         layout_named(shard, n, order=2)  # a mistake is better found before the search
-    if not seconds >= 0:
-        raise ValueError(f"seconds={seconds!r} is not a time of at least 0 seconds")
+    if not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
+        raise ValueError(f"seconds={seconds!r} is not a number of seconds, at least 0 and finite")
     where = find_device(model, device)
     if callable(forward_backward):
         forward_backward = time_closure(forward_backward, model, where)
     budgets = make_budgets(memory, step_ms, overhead, forward_backward)
-    if not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
-        raise ValueError(f"seconds={seconds!r} is not a number of seconds, at least 0 and finite")
     trials = Trials(model, preset, given, where, budgets, shared=bool(ranks))
     show = sys.stderr.isatty() if progress is None else progress
     trials.search(seconds, show_progress if show else lambda *_: None)

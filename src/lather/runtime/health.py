@@ -58,21 +58,28 @@ class Health:
 
     def check(self, run: Run, settings: Sequence[Settings]) -> None:
         """After a checkpoint was loaded: start state anew that is not finite, and say so."""
+        self._arriving.clear()  # what was counted before
+        found = set[int]()
         for bank in run.banks:
             if slots := bank.not_finite(range(len(bank.blocks))):
                 bank.restart(slots, settings[bank.key.group])
-                for name in dict.fromkeys(run.name_of(bank.blocks[slot].param) for slot in slots):
-                    self._warn(f"the checkpoint has {_ANEW.format(name)}", stacklevel=6)
+                found.update(bank.blocks[slot].param for slot in slots)
         for i, views in enumerate(run.views):  # what is shaped like a parameter starts anew in the next step
             if not all(local(view).isfinite().all() for key, view in views.items() if "." not in key):
-                self._warn(f"the checkpoint has {_ANEW.format(run.name_of(i))}", stacklevel=6)
+                found.add(i)
+        for i in sorted(found):
+            self._warn(f"the checkpoint has {_ANEW.format(run.name_of(i))}", stacklevel=6)
 
     def _tell_lost(self, error: str) -> None:
         self._warn(f"roots could not be computed in the background ({error}); the last ones are kept", error.partition(":")[0])
 
     def _tell(self, bank: Bank, counts: Counts, run: Run, settings: Settings, alone: bool) -> None:
         """A rank that is not ``alone`` does not raise. All ranks do so together, when the :class:`Alarm` rings."""
-        known, anew = bank.skips, _restarted(bank, counts, settings)
+        known, anew = bank.skips, _to_restart(bank, counts)
+        if anew:
+            run.finish()  # a refresh in the background would write into them
+            bank.restart(sorted(anew), settings)
+            self._arriving.pop(bank, None)  # counts from before
         for slot, (skipped, failed, _) in enumerate(zip(*counts, strict=True)):
             block = bank.blocks[slot]
             name = run.name_of(block.param)
@@ -171,17 +178,13 @@ def tally(banks: Iterable[Bank], name_of: Callable[[int], str]) -> dict[str, dic
     return found
 
 
-def _restarted(bank: Bank, counts: Counts, settings: Settings) -> set[int]:
-    """Start anew with the slots that have broken, and with those that skipped or failed because their state is not finite."""
+def _to_restart(bank: Bank, counts: Counts) -> set[int]:
+    """The slots that have broken, and those that skipped or failed because their state is not finite."""
     skipped, failed, broken = counts
     slots = {slot for slot, was in enumerate(broken) if was}
     doubtful = [slot for slot, times in enumerate(failed) if times or skipped[slot] != bank.skips[slot]]
     bank.skips = list(skipped)
-    if doubtful:
-        slots |= {*bank.not_finite(doubtful)}
-    if slots:
-        bank.restart(sorted(slots), settings)
-    return slots
+    return slots | {*bank.not_finite(doubtful)} if doubtful else slots
 
 
 def _failure(bank: Bank, slot: int, name: str, failed: int, settings: Settings, banks: Iterable[Bank]) -> str:

@@ -99,9 +99,13 @@ class Record:
             ready = alive & from_host(started_slots(steps, settings), grads)
             if method.waits:
                 ready = ready & part.bank.begun & method.ready(state)
-            made = torch.where(per_slot(ready, own), method.apply(state, u, ctx), 0)
-            direction = torch.where(per_slot(ready, own), made, own)
-            row = row._replace(graft=_square(own) * ready, preconditioned=_square(made))
+            direction = torch.where(per_slot(ready, own), method.apply(state, u, ctx), own)
+        for x in (own, direction):  # nor do those whose sizes overflow, and those that are about to start anew
+            alive = alive & _square(x).isfinite()
+        grads, own, direction = (torch.where(per_slot(alive, x), x, 0) for x in (grads, own, direction))
+        if method:
+            ready = ready & alive
+            row = row._replace(graft=_square(own) * ready, preconditioned=_square(direction) * ready)
         if isinstance(method, Kronecker):
             names |= set(OF_FACTORS)
             offsets = job.step.offsets.get(part.key.group, {})

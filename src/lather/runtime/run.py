@@ -80,6 +80,8 @@ class Run:
         even = len(step.grads) == len(self.steps)
         self.counter += 1 if even else torch.tensor([i in step.grads for i in range(len(self.steps))], device="cpu")
         self.steps = list(step.counts)
+        if self.averages.members:
+            self.averages.end()
 
     def offsets(self, group: int, settings: Settings) -> Mapping[int, int]:
         """Each block's step within the period, for staggered refreshes."""

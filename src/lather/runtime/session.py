@@ -147,7 +147,7 @@ class Session:
         self.settings = [resolve(group, last[g] if g < len(last) else None) for g, group in enumerate(groups)]
         world = self.world()
         glance = self._look(groups, world)
-        if glance is not None and glance == self._glance:
+        if not keep and glance is not None and glance == self._glance:
             return self.run
         self.run.storage_changed()
         trainable = self._trainable(groups, state, keep)
@@ -269,6 +269,7 @@ class Session:
 
         Everything that can be wrong with it is checked first. If there is no memory for new state, all is put back.
         """
+        self._agreed, self._loaded = False, True  # also if it is refused: other ranks may have loaded it
         saved, entries = self._fitting(groups, state, state_dict)
         run = self.run
         changing: list[dict[Any, Any]] = [vars(self), vars(run), *map(vars, run.banks), *run.views, *groups, *state.values()]
@@ -285,9 +286,9 @@ class Session:
                 each.clear()
                 each.update(was)
             raise
-        self._health.check(run, self.settings)
         self._agreed, self._loaded = False, True
         self.consolidated = None
+        self._health.check(run, self.settings)
         if run.comms:
             checkpoint.warn_of_blanks(run.banks, run.steps, run.name_of)
 

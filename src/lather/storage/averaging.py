@@ -43,6 +43,7 @@ class Averages:
         self._settings, self._params, self._views = settings, params, views
         self.members = {i: g for i, g in enumerate(groups) if settings[g].averaging is not None}  # parameter -> param group
         self._sums: dict[int, tuple[list[int], Tensor]] = {}  # by param group: its members, and the weights of all their steps
+        self._next: dict[int, Tensor] = {}  # these weights with those of the step that is under way
         for g in sorted(set(self.members.values())):
             if _options(settings[g]).kind == "schedule_free":
                 members = [i for i in self.members if self.members[i] == g]
@@ -57,8 +58,15 @@ class Averages:
         found: dict[int, Number] = {i: 1 - _options(settings[g]).decay for i, g in self.members.items()}
         for g, (members, sums) in self._sums.items():
             now, active = [steps[i] for i in members], [i in grads for i in members]
-            found |= zip(members, shares_(sums, now, active, _options(settings[g]), groups[g]["top_lr"]), strict=True)
+            self._next[g] = sums.clone()
+            found |= zip(members, shares_(self._next[g], now, active, _options(settings[g]), groups[g]["top_lr"]), strict=True)
         return found
+
+    def end(self) -> None:
+        """Keep the sums of a step that is done."""
+        for g, sums in self._next.items():
+            self._sums[g][1].copy_(sums)
+        self._next.clear()
 
     def switch(self, numbers: Collection[int], steps: Sequence[int], *, train: bool) -> None:
         """In some param groups, from the points at which gradients are taken to their average, or back."""
@@ -214,7 +222,8 @@ def average_(y: Tensor, other: Tensor, p: Tensor, settings: Settings, rate: Rate
 
 
 def average(y: Tensor, other: Tensor, options: Averaging) -> Tensor:
-    """``x``, from ``y`` and what is kept with it."""
+    """``x``, from ``y`` and what is kept with it. Where that is not finite, it is ``y``."""
+    other = torch.where(other - other == 0, other, y)
     return other + (y - other) / options.beta if kept(options) == "z" else other
 
 
