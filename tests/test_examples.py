@@ -19,6 +19,9 @@ ROOT = Path(__file__).parent.parent
 SIZES = ("--width=16", "--layers=1", "--batch=12", "--context=32", "--lr=0.01", "--double")
 TINY = (*SIZES, "--steps=60", "--print-every=10", "--save-every=10")
 SECONDS = 120  # for one run, which takes about 6
+# Torch's bug 190489: Python ends while a thread of gloo still drops a tensor. On a busy machine the pause of `common.finish` may
+# be too short. The tests look at what the run has written before, so they do not need its exit code then.
+ABORTED = "terminate called without an active exception"
 
 # Another number of ranks adds up the gradients of a batch in another order, and inverse roots amplify the rounding
 # where there is next to no gradient. Final parameters, of size 1, then differ by 5e-6 in float64; in float32 by 4e-2,
@@ -51,7 +54,7 @@ def finish(job: subprocess.Popen[str]) -> str:
 def run(ranks: int, script: str, *flags: object) -> str:
     job = start(ranks, script, *flags)
     output = finish(job)
-    assert job.returncode == 0, output
+    assert job.returncode == 0 or ABORTED in output, output
     return output
 
 
