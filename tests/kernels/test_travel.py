@@ -1,6 +1,8 @@
 """Kernels where gradients or directions travel between ranks."""
 
-from __future__ import os
+from __future__ import annotations
+
+import os
 
 import numpy as np
 import torch
