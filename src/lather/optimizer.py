@@ -233,7 +233,7 @@ class Shampoo(torch.optim.Optimizer):
 
         Values are 0-d tensors on the device, of the blocks that this rank owns, and the host does not wait. With ``gather=True``
         they are numbers, of the blocks of all ranks, which must all call this together. ``docs/diagnostics.md`` explains the
-        metrics. :class:`Monitor` does this every so many steps.
+        metrics. :class:`Monitor` does this during a run.
 
         >>> import torch, lather
         >>> model = torch.nn.Linear(8, 4)

@@ -264,7 +264,11 @@ class Run:
         whole = noise(name, step, self.shapes[name])
         if self.case.spoilt and step in (6, 7, 9) and number % 2:
             whole.view(-1)[whole.numel() // 3] = torch.nan
-        part = whole.view(-1)[self.places[name]].to(dtype or p.dtype)
+        return self.share_of(whole, name, p, dtype or p.dtype)
+
+    def share_of(self, whole: Tensor, name: str, p: Tensor, dtype: torch.dtype) -> Tensor:
+        """What this rank stores of the whole gradient of a parameter."""
+        part = whole.view(-1)[self.places[name]].to(dtype)
         if not isinstance(p, DTensor):
             return part
         stride = torch.empty(p.shape, device="meta").stride()

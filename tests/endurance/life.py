@@ -60,11 +60,7 @@ class Life(Run):
         grad = noise(name, self.clock, self.shapes[name]) * SIZES.get(kind, 1.0)
         if kind == "all inf" or (kind == "some nan" and (number + self.clock) % 2):
             grad.view(-1)[grad.numel() // 2] = torch.inf if kind == "all inf" else torch.nan
-        part = grad.view(-1)[self.places[name]].to(p.dtype)
-        if not isinstance(p, DTensor):
-            return part
-        stride = torch.empty(p.shape, device="meta").stride()
-        return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=stride)
+        return self.share_of(grad, name, p, p.dtype)
 
     def put(self, option: tuple[str, Any]) -> None:
         """Change an option. Some do not go with others, which is said at once and then put back."""

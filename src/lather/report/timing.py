@@ -94,7 +94,7 @@ class Bench:
         return torch.empty_like(like, device=self._device).normal_(0, size, generator=self._generator)
 
     def _seat(self, opt: Shampoo) -> None:
-        """Put the stand-ins in the place of the model's parameters, in an optimizer that has taken no step."""
+        """Replace the model's parameters by the stand-ins, in an optimizer that has taken no step."""
         for g, group in enumerate(opt.param_groups):
             names = [name_of(group, g, i) for i, p in enumerate(group["params"]) if p.requires_grad]
             group["params"] = [self._params[name] for name in names]

@@ -123,7 +123,7 @@ def _columns(series: Mapping[Any, list[float | None]]) -> list[tuple[Any, Any]]:
 
 
 def thin(steps: Sequence[int], most: int) -> list[int]:
-    """At most so many, evenly chosen, with the first and the last.
+    """At most this many, evenly chosen, with the first and the last.
 
     >>> thin(range(0, 100, 10), 4)
     [0, 30, 60, 90]
