@@ -360,6 +360,9 @@ def test_two_optimizers_on_two_streams():
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     grads = [[gradients(step + seed) for step in range(1, 4 * PERIOD)] for seed in (0, 100)]
     torch.cuda.synchronize()
+    for stream in streams:  # the host runs ahead, so that both have work at the same time
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(1 << 30)
     for i in range(4 * PERIOD - 1):
         for (opt, params), stream, mine in zip(pairs, streams, grads, strict=True):
             with torch.cuda.stream(stream):

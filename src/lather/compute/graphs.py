@@ -16,7 +16,8 @@ BRANCHES = 4  # of a graph, at most: libraries keep 32 MiB for every stream
 class Graphs:
     """CUDA graphs by key. What is launched a second time under the same key is captured. Then and later it is replayed.
 
-    Captures use the same streams every time, because graphs share memory only if they were captured on the same stream.
+    Captures use the same streams every time, because graphs share memory only if they were captured on the same stream. Nor do
+    libraries keep more than one workspace for a stream, so graphs of two optimizers share those too.
     """
 
     MOST = 1024  # keys; beyond that, something changes on every step
@@ -45,6 +46,7 @@ class Graphs:
                 warnings.warn(f"CUDA graphs are not used, because a capture failed: {error}", stacklevel=2)
                 launch()
                 return
+        _take_turns()
         self._graphs[key].replay()
 
     def _capture(self, launch: Callable[[], None]) -> Any:
@@ -65,6 +67,18 @@ class Graphs:
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph
+
+
+_last: dict[torch.device, Any] = {}  # the stream of the last replay
+
+
+def _take_turns() -> None:
+    """Let what is replayed next wait for what was replayed on another stream: both may write into the same workspaces."""
+    stream = torch.cuda.current_stream()
+    last = _last.get(stream.device, stream)
+    if last != stream and not torch.cuda.is_current_stream_capturing():
+        stream.wait_stream(last)
+    _last[stream.device] = stream
 
 
 def side_by_side(works: Sequence[Callable[[], object]]) -> None:
