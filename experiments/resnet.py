@@ -5,7 +5,6 @@
 
 PATH is cifar10_full_60k_lossy.npz or its folder. Batches, augmentation and schedule are those of experiments.tasks.Images. Weight
 decay 5e-4, momentum 0.9 for everyone; there is no label smoothing. lather is given the model, so its norms and biases do not decay.
-"paper" has the settings of the paper.
 """
 
 from __future__ import annotations
@@ -13,16 +12,11 @@ from __future__ import annotations
 import sys
 
 from experiments import harness, tasks
-from experiments.recipes import PAPER, Recipe, from_sgd, powers, sgd
+from experiments.recipes import Recipe, from_sgd, powers, sgd
 
 COMMON = {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
 RATES = powers(0.1, 4)  # 0.1 to 0.8
-SHAMPOO = Recipe(from_sgd, COMMON, RATES)
-
-NAMES = {"eps": "factor_eps"}  # in from_sgd
-PAPERS = {"betas": (0.0, 0.95)} | {NAMES.get(name, name): value for name, value in PAPER.items()}
-
-RECIPES = {"sgd": Recipe(sgd, COMMON, RATES), "shampoo": SHAMPOO, "paper": SHAMPOO.varied(PAPERS)}
+RECIPES = {"sgd": Recipe(sgd, COMMON, RATES), "shampoo": Recipe(from_sgd, COMMON, RATES)}
 EXPERIMENT = harness.Experiment(
     name="resnet",
     doc=__doc__,

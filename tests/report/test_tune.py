@@ -359,6 +359,29 @@ def test_real_steps(options: dict[str, Any]) -> None:
         assert min(row.options["precondition_frequency"] for row in report.rows) == 10
 
 
+@pytest.mark.parametrize("refresh", ["together", "staggered"])
+def test_what_a_run_times_was_done_twice_before(refresh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA a refresh compiles kernels the first time, and is captured in a graph the second time."""
+    opt, frequency, done = lather.Shampoo(net()), 4, list[tuple[bool, ...]]()
+    bench, step = Bench(opt, torch.device("cpu")), Bench._step
+
+    def roots() -> dict[int, torch.Tensor]:
+        banks = opt._session.run.banks if done else ()
+        return {block.param: root.clone() for bank in banks for block, role, root in bank.views() if role == "X0"}
+
+    def watched(self: Bench, opt: lather.Shampoo) -> float:
+        before, ms = roots(), step(self, opt)
+        after = roots()
+        done.append(tuple(not torch.equal(x, after[name]) for name, x in before.items()))
+        return ms
+
+    monkeypatch.setattr(Bench, "_step", watched)
+    bench.run(opt, refresh, frequency)
+    timed = max(1, -(-30 // frequency)) * frequency
+    assert any(map(any, done[-timed:]))
+    assert all(done[:-timed].count(refreshed) >= 2 for refreshed in set(done[-timed:]))
+
+
 def test_stand_ins_are_like_the_parameters() -> None:
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Linear(8, 4, dtype=torch.bfloat16)).to(memory_format=torch.channels_last)
     bench = Bench(lather.Shampoo(model), torch.device("cpu"))

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..optimizer import Shampoo
 from ..options import OF_META, OPTIONS
-from .from_torch import number, plain, preset
+from .from_torch import OF_PAPER, number, plain, preset
 from .meta import READERS, Options, old_graft
 
 # Root solvers other than eigh damp more than 1e-12.
-PAPER: Options = {"exponent": None, "damping": "absolute", "refresh_warmup": 0.0, "precondition_1d": True, "root": "eigh"}
+PAPER: Options = {**OF_PAPER, "precondition_1d": True, "root": "eigh"}
 OLD_GRAFT = {"grafting_type", "grafting_beta2", "grafting_epsilon"}
 IGNORED = tuple(name for name, instead in OF_META.items() if not instead)
 LATER = {  # names of the first versions

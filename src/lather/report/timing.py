@@ -20,6 +20,7 @@ from ..storage.tensors import is_dtensor
 TOGETHER = 4  # steps of a period in which refreshes are together: three without and one with all of them
 SPREAD = (5, 20)  # steps of the periods in which staggered refreshes are timed
 REPEATS = 3  # periods; a time is the median over them
+WARMING = 3  # periods before a run is timed: one until the first refresh, and two as in Bench._period
 PATIENCE = 10.0  # seconds; what would take longer is timed in fewer steps
 
 
@@ -122,10 +123,10 @@ class Bench:
         return Times(Line(plain, max(0.0, work)), max(period), *spread, share, peaks)
 
     def run(self, opt: Shampoo, refresh: str, frequency: int) -> tuple[float, float]:
-        """Mean and largest time of a step of a new optimizer of the model, in a run after two periods that warm it up."""
+        """Mean and largest time of a step of a new optimizer of the model, in a run after periods that warm it up."""
         self._seat(opt)
         self._schedule(opt, refresh, frequency)
-        for _ in range(2 * frequency):
+        for _ in range(WARMING * frequency):
             self._step(opt)
         periods = [[self._step(opt) for _ in range(frequency)] for _ in range(max(1, -(-30 // frequency)))]
         return statistics.mean(map(statistics.mean, periods)), max(map(statistics.median, zip(*periods, strict=True)))

@@ -14,7 +14,7 @@ from torch import nn
 from ..runtime.session import device_memory
 from .choice import DISTANCE, Budgets, Row, recommend
 from .plan import PlanReport, bytes_text, make_optimizer, plan
-from .timing import SPREAD, Bench, Times
+from .timing import SPREAD, WARMING, Bench, Times
 
 Model = nn.Module | Mapping[str, Sequence[int]]
 Changes = dict[str, Any]  # options that are not the usual ones
@@ -161,7 +161,7 @@ class Trials:
         for _ in range(TRIES):
             row = recommend(self.rows, self.budgets, self.usual)
             refresh, frequency = row.options["refresh"], row.options["precondition_frequency"]
-            if row.mean_ms is None or row.mean_ms * (2 * frequency + max(30, frequency)) > LONGEST:
+            if row.mean_ms is None or row.mean_ms * (WARMING * frequency + max(30, frequency)) > LONGEST:
                 return row, None
             opt = make_optimizer(self._model, self._preset, self._given | self.changes(row))
             ran = self._bench.run(opt, refresh, frequency)
