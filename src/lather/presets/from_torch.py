@@ -42,9 +42,9 @@ def from_sgd(
 ) -> Shampoo:
     """``Shampoo`` with the arguments of ``torch.optim.SGD``, grafted onto SGD: ``graft="sgd"``, ``betas=(0.0, 0.95)``.
 
-    Exponent, damping and refreshes are the paper's, which trained a ResNet better than those of the other presets
-    (docs/results.md): ``exponent=None``, ``damping="absolute"``, ``refresh_warmup=0``. Weight decay is added before momentum, as in SGD, but is not preconditioned. The first momentum buffer is dampened too.
-    ``differentiable`` is refused.
+    Weight decay is added before momentum, as in SGD, but is not preconditioned. The first momentum buffer is dampened too.
+    Exponent, damping and refreshes are the paper's, with which a ResNet trained better than with those of other presets
+    (docs/results.md). ``differentiable`` is refused.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(8, 4)
