@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lather.compute import graphs as module
-from lather.compute.graphs import BRANCHES, Graphs, side_by_side
+from lather.compute.graphs import BRANCHES, Graphs, Turns, side_by_side
 
 
 @pytest.fixture
@@ -65,6 +65,23 @@ def test_what_comes_twice_is_captured_and_replayed_from_then_on(cuda):
     graphs.run("b", launch)
     graphs.run("a", launch)
     assert cuda.log == ["launch", "replay"]
+
+
+def test_replays_on_two_streams_take_turns(cuda, monkeypatch):
+    """Those on one stream are in order anyway."""
+
+    class Stream:
+        def __init__(self):
+            self.waited = []
+
+        def wait_stream(self, other):
+            self.waited.append(other)
+
+    first, second, turns = Stream(), Stream(), Turns()
+    for stream in (first, first, second, second, first):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda stream=stream: stream)
+        turns.take()
+    assert (first.waited, second.waited) == ([second], [first])
 
 
 def test_too_many_keys_are_launched(cuda, monkeypatch):

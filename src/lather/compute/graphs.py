@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any, final
 
 import torch
@@ -46,7 +47,7 @@ class Graphs:
                 warnings.warn(f"CUDA graphs are not used, because a capture failed: {error}", stacklevel=2)
                 launch()
                 return
-        _take_turns()
+        turns_on(torch.cuda.current_device()).take()
         self._graphs[key].replay()
 
     def _capture(self, launch: Callable[[], None]) -> Any:
@@ -69,16 +70,23 @@ class Graphs:
         return graph
 
 
-_last: dict[torch.device, Any] = {}  # the stream of the last replay
+@final
+class Turns:
+    """Replays on a device. Each waits for what was replayed on another stream: both may write into the same workspaces."""
+
+    def __init__(self) -> None:
+        self._last: Any = None  # the stream of the last replay
+
+    def take(self) -> None:
+        stream = torch.cuda.current_stream()
+        if self._last is not None and self._last != stream and not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(self._last)
+        self._last = stream
 
 
-def _take_turns() -> None:
-    """Let what is replayed next wait for what was replayed on another stream: both may write into the same workspaces."""
-    stream = torch.cuda.current_stream()
-    last = _last.get(stream.device, stream)
-    if last != stream and not torch.cuda.is_current_stream_capturing():
-        stream.wait_stream(last)
-    _last[stream.device] = stream
+@cache
+def turns_on(device: int) -> Turns:
+    return Turns()
 
 
 def side_by_side(works: Sequence[Callable[[], object]]) -> None:
