@@ -95,6 +95,7 @@ class Shampoo(torch.optim.Optimizer):
         on_nonfinite: str = "skip",
         max_failed_refreshes: int = 3,
         precision: str | None = None,
+        master_weights: bool = False,
         state_dtype: str | torch.dtype = "float32",
         root_dtype: str | torch.dtype | None = None,
         factors: str = "full",

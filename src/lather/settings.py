@@ -52,6 +52,7 @@ class Settings:
     elementwise_hyper: Hyper  # of all other blocks
     geometry: Geometry
     averaging: Averaging | None
+    master_weights: bool
     frequency: int
     warmup: float
     start: float | None  # the first preconditioned step, where the user set one
@@ -179,7 +180,7 @@ def _settings(group: Group, method: Method | None) -> Settings:
     warmup = _warmup(group)
     first = 1 if warmup else frequency
     wire = group["communication_dtype"] or dtype_text(hyper.compute_dtype)
-    same = ("weight_decay", "momentum", "dampening", "nesterov", "maximize", "max_failed_refreshes")
+    same = ("master_weights", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "max_failed_refreshes")
     return Settings(
         method=method,
         graft=GRAFTS[group["graft"]],

@@ -116,8 +116,9 @@ def test_another_number_of_trainers(
         Case({"preconditioner": "spectral", "graft": None, "betas": (0.0, 0.9)}, steps=16),  # keeps nothing
         Case({"averaging": "schedule_free"}, gaps=True, evaluated=True, steps=16),  # saved in eval mode
         Case({"averaging": "gpa", "averaging_beta": 0.2}, gaps=True, dtype=torch.bfloat16, steps=16),
+        Case({"master_weights": True, "momentum": 0.5}, gaps=True, dtype=torch.bfloat16, steps=16),
     ],
-    ids=["qr", "int8", "diagonal", "soap", "spectral", "spectral, no filter", "schedule free", "gpa"],
+    ids=["qr", "int8", "diagonal", "soap", "spectral", "spectral, no filter", "schedule free", "gpa", "master weights"],
 )
 @pairs(FEW[:3])
 def test_other_options(source: str, target: str, case: Case, checkpoints: Checkpoints, pools: Pools) -> None:

@@ -71,6 +71,9 @@ CASES: dict[str, Case] = {
         gaps=True,
     ),
     "bfloat16": Case(MOMENTUM | {"weight_decay": 0.1}, dtype=torch.bfloat16),
+    "master weights": Case(
+        MOMENTUM | {"master_weights": True, "weight_decay": 0.1, "weight_decay_mode": "l2"}, dtype=torch.bfloat16, gaps=True
+    ),
     "groups": Case(groups=True),
     "two stages": Case({"stages": 2}),
     "three stages": Case({"stages": 3, "refresh": "staggered"} | MOMENTUM, gaps=True),

@@ -22,6 +22,7 @@ import torch
 from distributed import cases
 from distributed.cases import Case, Options
 from distributed.harness import Pools
+from torch.distributed.checkpoint.api import CheckpointException
 from trajectory_cases import GRAFTS, METHODS, VARIANTS
 
 from .life import BAD_OPTIONS, GRADIENTS, QUIET, Action, Life, live, that_matters
@@ -70,6 +71,7 @@ def story(seed: int) -> Story:
     length = dice.randrange(4, 30)
     names = [dice.choice(NAMES) if dice.random() < 0.5 else "step" for _ in range(length)]
     actions = tuple((name, dice.choice(ARGUMENTS.get(name, [None]))) for name in names)
+    options |= {"master_weights": True} if dice.random() < 0.3 else {}
     return Story(Case(options, dtype=dice.choice([torch.float32, torch.bfloat16]), model="few"), actions)
 
 
@@ -107,7 +109,7 @@ def failure(play: Callable[[Story], None], story: Story) -> str | None:
     """The kind of failure and the line where it happened, to tell one from another."""
     try:
         play(story)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # that of torch is no Exception
         where = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__}: {str(error)[:300]} [{Path(where.filename).name}:{where.lineno}]"
     return None

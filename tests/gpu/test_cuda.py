@@ -127,6 +127,22 @@ def run_unsynchronised(opt, params, steps):
     assert all(opt.state[p]["step"] == steps[-1] and p.isfinite().all() for p in params)
 
 
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "weight_decay_mode": "l2", "momentum": 0.9}, SOAP, KL], ids=str)
+def test_master_weights_are_parameters_of_float32(options):
+    """Gradients are those of bfloat16 for both."""
+    (opt, params, _), (twin, others, _) = make(torch.bfloat16, master_weights=True, **options), make(**options)
+    with torch.no_grad():
+        for p, q in zip(params, others, strict=True):
+            q.copy_(p)
+    for step in range(1, 14):
+        for p, q, grad in zip(params, others, gradients(step, torch.bfloat16), strict=True):
+            p.grad, q.grad = grad, grad.float()
+        opt.step()
+        twin.step()
+    for p, q in zip(params, others, strict=True):
+        assert torch.equal(opt.state[p]["master"], q) and torch.equal(p, q.bfloat16())
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("on_device", [False, True], ids=["", "rate on the device"])
 @pytest.mark.parametrize("options", [*CASES[:4], *CASES[-2:], SOAP, KL, *AVERAGED])

@@ -257,11 +257,14 @@ def _block_bytes(plan: Plan, key: BankKey) -> Counter[str]:
     return sizes
 
 
+ELEMENTWISE = {"momentum": "momentum", "master": "master weights"}  # what state shaped like a parameter is for, by role
+
+
 def _element_bytes(plan: Plan, spec: Spec) -> Counter[str]:
     """State per element of a parameter, stored like the parameter itself, by kind."""
     sizes = Counter[str]()
     for role, dtype in state_of(getattr(torch, spec.dtype), plan.settings[spec.group]).items():
-        sizes["momentum" if role == "momentum" else "averaging"] += dtype.itemsize
+        sizes[ELEMENTWISE.get(role, "averaging")] += dtype.itemsize
     return sizes
 
 

@@ -38,6 +38,7 @@ class Run:
     sharded: list[bool] = field(default_factory=list)  # whether parameters are DTensors
     averages: Averages = field(default_factory=lambda: Averages([], [], [], [], []))
     _stored: Stored | None = None
+    _masters: dict[int, Tensor] = field(default_factory=dict)  # parameters as they are before they are rounded
     _offsets: dict[Any, Mapping[int, int]] = field(default_factory=dict)
 
     def name_of(self, i: int) -> str:
@@ -64,8 +65,10 @@ class Run:
         """What units need to know about a step of the parameters that have gradients. It counts once it has :meth:`ended <end>`."""
         counts = [t + (i in grads) for i, t in enumerate(self.steps)]
         if self._stored is None:
-            kept, exact = self._local("momentum", "z", "x"), self._local("y")
-            self._stored = Stored({i: local(p) for i, p in enumerate(self.params)}, kept, exact)
+            params, self._masters = {i: local(p) for i, p in enumerate(self.params)}, self._local("master")
+            self._stored = Stored(params | self._masters, self._local("momentum", "z", "x"), self._local("y"))
+        for i, master in self._masters.items():
+            averaging.unrounded_(master, local(self.params[i]), self.params[i].dtype)
         shares = self.averages.shares(counts, grads, settings, groups) if self.averages.members else {}
         for i in shares:
             if counts[i] <= (i in grads):  # averages begin at the parameter's first step
@@ -77,6 +80,8 @@ class Run:
 
     def end(self, step: Step) -> None:
         """Count a step that is done. One that raised before does not count."""
+        if moved := [i for i in self._masters if i in step.grads]:
+            torch._foreach_copy_([local(self.params[i]) for i in moved], [self._masters[i] for i in moved])
         even = len(step.grads) == len(self.steps)
         self.counter += 1 if even else torch.tensor([i in step.grads for i in range(len(self.steps))], device="cpu")
         self.steps = list(step.counts)

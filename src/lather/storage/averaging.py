@@ -158,14 +158,17 @@ def is_rounded(dtype: torch.dtype, settings: Settings) -> bool:
 def state_of(dtype: torch.dtype, settings: Settings) -> dict[str, torch.dtype]:
     """The state that is shaped like a parameter of this dtype, in train mode: role -> dtype."""
     if settings.averaging is None:
-        return {"momentum": settings.hyper.state_dtype} if settings.momentum > 0 else {}
+        found = {"momentum": settings.hyper.state_dtype} if settings.momentum > 0 else {}
+        wide = torch.promote_types(dtype, torch.float32)
+        return found | ({"master": wide} if settings.master_weights and wide != dtype else {})
     roles = [kept(settings.averaging)] + (["y"] if is_rounded(dtype, settings) else [])
     return dict.fromkeys(roles, _wide(dtype, settings))
 
 
 def _wide(dtype: torch.dtype, settings: Settings) -> torch.dtype:
-    """The dtype of averages, which never has fewer bits than the parameter."""
-    return torch.promote_types(dtype, settings.hyper.state_dtype)
+    """The dtype of averages, which never has fewer bits than the parameter, nor than float32 if that is kept of parameters."""
+    wide = torch.promote_types(dtype, settings.hyper.state_dtype)
+    return torch.promote_types(wide, torch.float32) if settings.master_weights else wide
 
 
 # The mathematics.

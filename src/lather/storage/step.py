@@ -16,7 +16,7 @@ Tensors = Mapping[int, Tensor]  # this rank's parts, by number of the parameter
 class Stored:
     """What this rank stores. The mappings stay the same objects until a tensor moves in memory."""
 
-    params: Tensors
+    params: Tensors  # or their masters, which are rounded to parameters at the end of a step
     kept: Tensors  # momentum, or what averaging keeps
     exact: Tensors  # unrounded parameters, where averaging keeps them
 
