@@ -1,9 +1,9 @@
 """Checkpoints: their keys and versions, refusing what does not fit, and gathering a whole state.
 
-``opt.state[p]`` is flat: ``step``, ``momentum`` (shaped like the parameter) and ``"<role>.<block>"`` such as ``L0.3``, which
-is a view of a bank. Keys depend on global shapes and options only, so they are the same for any number of ranks. A block's
-keys are on its owner, and ``momentum`` and ``master`` are sharded as their parameter. Averaging has ``z`` or ``x`` instead of ``momentum``; ``y``,
-which a checkpoint has in both modes; and ``weight_sum``, the weights of all steps.
+``opt.state[p]`` is flat: ``step``, ``momentum`` and ``master`` (shaped like the parameter) and ``"<role>.<block>"`` such as
+``L0.3``, which is a view of a bank. Keys depend on global shapes and options only, so they are the same for any number of ranks.
+A block's keys are on its owner, and ``momentum`` is sharded as its parameter. Averaging has ``z`` or ``x`` instead of
+``momentum``; ``y``, which a checkpoint has in both modes; and ``weight_sum``, the weights of all steps.
 
 [Note: versions] ``state_dict()`` has ``VERSION`` under ``"lather_version"``. Files without it may be of any version, because
 ``torch.distributed.checkpoint`` keeps only state and param groups. So an upgrade in ``UPGRADES`` must tell by these what is to be
