@@ -6,6 +6,7 @@
     --bracket           go on by factors of two until the best of each has worse ones on both sides; from one --lr, uphill
     --best              at the learning rate that the log has as the best of each, at that length or else at the longest
     --looks N           evaluate so often in a run
+    --dtype bfloat16    of the parameters, with a log of its own
     --shared            note in the log that the device had other work, so that times mean nothing
     --only REGEX        of those, the ones whose key it is found in
     --list              say which they are, and which are done
@@ -175,6 +176,8 @@ def load(experiment: Experiment, args: argparse.Namespace) -> Task:
     start = time.perf_counter()
     try:
         task = experiment.tiny() if args.tiny else experiment.task(args)
+        task.model.to(getattr(torch, args.dtype))
+        task.settings["dtype"] = args.dtype
         for length in args.lengths or [1]:
             task.steps(length)
     except (OSError, ValueError) as error:
@@ -206,6 +209,7 @@ def parse(experiment: Experiment, argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS")
     parser.add_argument("--log", type=pathlib.Path, help=f"default: experiments/results/{experiment.name}.jsonl")
     parser.add_argument("--compile-mode", help="of torch.compile, such as reduce-overhead")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the parameters")
     parser.add_argument("--commit", default=os.environ.get("LATHER_COMMIT"), help="for the log; or LATHER_COMMIT")
     parser.add_argument("--shared", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a small model and made-up data, for a CPU")
@@ -214,7 +218,8 @@ def parse(experiment: Experiment, argv: list[str]) -> argparse.Namespace:
         parser.error("--bracket looks for the learning rate that --best takes; give one, then the other")
     if not (args.data or args.tiny or (args.list and args.lengths)):
         parser.error("--data says where the data are; --tiny does without")
-    args.log = args.log or log.RESULTS / f"{experiment.name}{'-tiny' * args.tiny}.jsonl"
+    other = f"-{args.dtype}" if args.dtype != "float32" else ""
+    args.log = args.log or log.RESULTS / f"{experiment.name}{other}{'-tiny' * args.tiny}.jsonl"
     try:
         args.recipes = recipes(experiment, args)
     except ValueError as error:

@@ -119,6 +119,25 @@ def test_files_from_before_the_option_load_without_it() -> None:
         make(torch.bfloat16, master_weights=True)[0].load_state_dict(saved)
 
 
+@pytest.mark.parametrize(("saved", "loaded"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_a_run_may_go_on_in_another_dtype(saved: torch.dtype, loaded: torch.dtype) -> None:
+    """There are no masters of float32, so they begin as the parameters are, or are left behind."""
+    opt, params = make(saved, master_weights=True)
+    for step in range(1, 4):
+        take(opt, params, step)
+    others = [nn.Parameter(p.detach().to(loaded)) for p in params]
+    resumed = lather.Shampoo(others, lr=1e-4, precondition_frequency=2, master_weights=True)
+    resumed.load_state_dict(opt.state_dict())
+    before = [p.detach().clone() for p in others]
+    for p in others[1:]:
+        p.grad = torch.zeros_like(p)
+    resumed.step()
+    assert torch.equal(others[0], before[0])
+    assert ("master" in resumed.state[others[0]]) is (loaded == torch.bfloat16)
+    if loaded == torch.bfloat16:
+        assert torch.equal(resumed.state[others[0]]["master"], before[0].float())
+
+
 def test_float32_needs_none() -> None:
     (ours, params), (twin, others) = make(torch.float32, master_weights=True), make(torch.float32)
     for step in (1, 2, 3):

@@ -186,7 +186,8 @@ class Life(Run):
             dist.barrier()
 
     def state(self) -> dict[str, Tensor]:
-        """All state of parameters that have taken a step, if there is one rank."""
+        """All state of parameters that have taken a step, if there is one rank. Not as an earlier snapshot has it."""
+        self.opt.consolidate_state_dict()
         entries = {i: entry for i, entry in self.opt.state_dict()["state"].items() if entry["step"] > 0}
         return {f"{number} {key}": value.clone() for number, entry in entries.items() for key, value in entry.items()}
 

@@ -202,10 +202,15 @@ def check_states(entries: Sequence[Mapping[str, Any]], plan: Plan, places: Seque
 
 
 def _misfit(saved: Mapping[str, Any], needed: Mapping[str, Shape], known: Mapping[str, Shape], name: str) -> str | None:
-    """What is wrong with the saved state of a parameter, if anything: the first keys, and the likely cause."""
-    if missing := [k for k in needed if k not in saved]:
+    """What is wrong with the saved state of a parameter, if anything: the first keys, and the likely cause.
+
+    A master comes and goes with the dtype of its parameter, which stands in for it.
+    """
+    if "master" not in known:
+        saved = {k: value for k, value in saved.items() if k != "master"}
+    if missing := [k for k in needed if k not in saved and k != "master"]:
         cause = "by one rank of several without consolidate_state_dict(), or cut short"
-        if len(missing) == len(needed):
+        if len(missing) == len({*needed} - {"master"}):
             cause = "by another optimizer, or while the parameter was frozen"
         return f"the checkpoint lacks {_few(missing)} for parameter {name}: it was probably saved {cause}"
     if extra := [k for k in saved if k not in known]:
