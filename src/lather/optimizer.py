@@ -104,7 +104,7 @@ class Shampoo(torch.optim.Optimizer):
         process_group: Any = None,
         num_trainers_per_group: int | None = None,
         stages: int = 1,
-        check_ranks: bool = False,
+        check_ranks: int = 100,
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
@@ -119,7 +119,8 @@ class Shampoo(torch.optim.Optimizer):
             params = route(params)
         self._rules: list[str] = []  # what made each param group, for reports; not in checkpoints
         trainers = None if num_trainers_per_group is None else whole("num_trainers_per_group", num_trainers_per_group)
-        self._session = Session(process_group, trainers, whole("stages", stages), check_ranks)
+        period = check_ranks if isinstance(check_ranks, bool) else whole("check_ranks", check_ranks)
+        self._session = Session(process_group, trainers, whole("stages", stages), period)
         super().__init__(params, {name: given[name] for name in OPTIONS})
         warn_of_tables(group for group, rule in zip(self.param_groups, self._rules, strict=True) if not rule)
 
@@ -294,6 +295,14 @@ class Shampoo(torch.optim.Optimizer):
         self._session.load(self.param_groups, self.state, state_dict)
         for after in list(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
+
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """Refuses ``torch.distributed.algorithms.join.Join([model, opt])``."""
+        raise ValueError(
+            "Shampoo does not work under Join or DistributedDataParallel.join(): a rank without data has no gradient of the blocks "
+            "that it owns; give all ranks the same number of batches, or stop all with the first by "
+            "model.join(throw_on_early_termination=True)"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_session": self._session, "_rules": self._rules}

@@ -94,6 +94,11 @@ class Settings:
         return tuple(self.given[name] for name in STRUCTURAL)
 
     @cached_property
+    def text(self) -> str:
+        """The options in words, one per line, to be compared between ranks. Without the learning rate."""
+        return "\n".join(f"{name}={value}" for name, value in self.given.items() if name != "lr")
+
+    @cached_property
     def signature(self) -> tuple[Any, ...]:
         """Everything that plan, banks, buffers and units depend on."""
         hyper = self.hyper

@@ -15,16 +15,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import lather
+from lather.runtime import agreement
 
 Options = dict[str, Any]
 Stored = dict[str, tuple[Tensor, Tensor]]  # parameter -> numbers of the elements that a rank stores, and their values
@@ -444,13 +447,76 @@ def step_after_the_end(layout: str) -> None:
     run.opt.step()
 
 
-def change_on_one_rank(layout: str, name: str, value: Any) -> None:
-    """After steps in order, an option changes on rank 1 only; found by the debug switch."""
-    run = Run(layout, Case({"check_ranks": True})).advance(1, 2)
-    if dist.get_rank() == 1:
-        run.opt.param_groups[0][name] = value
-    run.set_grads(3)
-    run.opt.step()
+@contextmanager
+def answers_on_a_device(late: bool) -> Iterator[None]:
+    """The answer to a vote is read before the next step, as if it were on a device."""
+    if not late:
+        yield
+        return
+    copied = mock.Mock(side_effect=lambda answer: (answer, mock.Mock()))
+    with mock.patch.multiple(agreement, _is_late=lambda answer: True, to_host=copied):
+        yield
+
+
+def one_rank_apart(layout: str, what: str, options: Options, late: bool) -> int:
+    """After steps in order, rank 1 alone does something; the steps taken until all ranks stop."""
+    run = Run(layout, Case(options)).advance(1, 2)
+    saved = run.opt.state_dict()
+    step = 2
+    try:
+        with answers_on_a_device(late):
+            for step in (3, 4, 5):
+                run.set_grads(step)
+                if dist.get_rank() == 1 and step == 3:
+                    do_alone(run, what, saved)
+                run.opt.step()
+    except Exception as error:
+        raise type(error)(f"{error} (in step {step})") from error
+    return step
+
+
+def do_alone(run: Run, what: str, saved: Any) -> None:
+    values = {"lr": 1.0, "eps": 0.5, "momentum": 0.9, "communication_dtype": "bfloat16", "stages": 0, "graft": "sgd"}
+    if what == "add":
+        run.opt.add_param_group({"params": [("extra", nn.Parameter(torch.ones(4, 4)))]})
+    elif what == "load":
+        run.opt.load_state_dict(saved)
+    elif what == "move":  # what only this rank has to know
+        for p in run.model.parameters():
+            run.opt.state[p] = {name: view.clone() for name, view in run.opt.state[p].items()}
+    elif what == "drift":
+        p = local(run.model.get_parameter("scalar"))
+        p.view(torch.int32).bitwise_xor_(1)
+    else:
+        run.opt.param_groups[0][what] = values[what]
+
+
+def uneven_inputs(how: str) -> int:
+    """Rank 1 has more batches than rank 0; the steps taken until all ranks stop."""
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    opt, taken = lather.Shampoo(model, **BASE), 0
+    scope = Join([model, opt]) if how == "both" else model.join(throw_on_early_termination=True)
+    try:
+        with scope:
+            for _ in range(2 + dist.get_rank()):
+                opt.zero_grad()
+                model(torch.ones(3, 4)).square().mean().backward()
+                opt.step()
+                taken += 1
+    except RuntimeError as error:
+        assert "exhausted" in str(error)
+    return taken
+
+
+def another_order() -> None:
+    """Unnamed parameters of equal shape, the other way round on rank 1."""
+    params = [nn.Parameter(noise(name, 0, (6, 4))) for name in "ab"]
+    grads = {p: noise(f"{name} grad", 0, (6, 4)) for name, p in zip("ab", params, strict=True)}
+    opt = lather.Shampoo(params[:: 1 - 2 * dist.get_rank()], **BASE)
+    for _ in range(3):
+        for p in params:
+            p.grad = grads[p]
+        opt.step()
 
 
 def fail_on_one_rank() -> None:

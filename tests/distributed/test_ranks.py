@@ -53,10 +53,50 @@ def test_parameters(pools: Pools) -> None:
     refused(pools[2].attempt(cases.step_of_another_shape, timeout=10), "weight")
 
 
-@pytest.mark.parametrize("layout", ["ddp2", "fsdp2"])
-@pytest.mark.parametrize(("name", "value"), [("momentum", 0.9), ("lr", 1.0), ("communication_dtype", "bfloat16")])
-def test_changes(layout: str, name: str, value: Any, pools: Pools) -> None:
-    refused(pools[2].attempt(cases.change_on_one_rank, layout, name, value, timeout=10), name)
+WORDS = {"add": "extra", "load": "load_state_dict"}
+PLACES: list[tuple[str, cases.Options]] = [
+    ("ddp2", {}),
+    ("fsdp2", {}),
+    ("ddp4", {"num_trainers_per_group": 2}),
+    ("ddp2", {"num_trainers_per_group": 1}),  # no rank sends anything to another
+    ("fsdp_sub22", {}),  # rank 1 has parameters that ranks 0 and 2 do not
+]
+places = pytest.mark.parametrize(("layout", "options"), PLACES, ids=["ddp", "fsdp", "groups", "alone", "meshes"])
+
+
+@places
+@pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("what", ["lr", "eps", "momentum", "communication_dtype", "graft", "add", "load"])
+def test_one_rank_apart(what: str, late: bool, layout: str, options: cases.Options, pools: Pools) -> None:
+    """All ranks stop, before the step or, if the answer is on a device, before the next one."""
+    pool = pools[cases.LAYOUTS[layout].world]
+    outcomes = pool.attempt(cases.one_rank_apart, layout, what, options | {"check_ranks": False}, late, timeout=20)
+    refused(outcomes, WORDS.get(what, what), f"in step {4 if late else 3}")
+
+
+@places
+@pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
+def test_a_rank_that_plans_anew_for_itself(late: bool, layout: str, options: cases.Options, pools: Pools) -> None:
+    """It comes to the same plan, and nobody has to know."""
+    pool = pools[cases.LAYOUTS[layout].world]
+    assert set(pool.run(cases.one_rank_apart, layout, "move", options, late, timeout=20)) == {5}
+
+
+@pytest.mark.parametrize(("check", "step"), [(True, 3), (1, 3), (4, 5)])
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [*PLACES[:4], ("tp0x2", {}), ("hsdp22", {}), ("fsdp_tp22", {})],
+    ids=["ddp", "fsdp", "groups", "alone", "tp", "hsdp", "2d"],
+)
+def test_drift(layout: str, options: cases.Options, check: int, step: int, pools: Pools) -> None:
+    """One bit of a parameter changes on one rank."""
+    pool = pools[cases.LAYOUTS[layout].world]
+    outcomes = pool.attempt(cases.one_rank_apart, layout, "drift", options | {"check_ranks": check}, False, timeout=20)
+    refused(outcomes, "bits of parameter scalar", f"in step {step}")
+
+
+def test_unnamed_parameters_in_another_order(pools: Pools) -> None:
+    refused(pools[2].attempt(cases.another_order, timeout=10), "param_groups[0]['params'][0]")
 
 
 def test_a_plan_that_fails_on_one_rank(pools: Pools) -> None:
@@ -98,3 +138,9 @@ def test_a_full_state_that_was_consolidated(layout: str, pools: Pools) -> None:
     case = cases.Case({"momentum": 0.9})
     stored = pools[2].run(cases.through_torchs_full_state, layout, case, timeout=30)
     cases.assert_same(cases.assemble(stored, cases.shapes_of(case.model)), cases.alone(case))
+
+
+def test_uneven_inputs(pools: Pools) -> None:
+    """A rank without data has no gradients for the blocks that it owns."""
+    refused(pools[2].attempt(cases.uneven_inputs, "both", timeout=10), "Join", "throw_on_early_termination")
+    assert pools[2].run(cases.uneven_inputs, "stop all", timeout=20) == [2, 2]

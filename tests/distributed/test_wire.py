@@ -73,7 +73,9 @@ def test_bytes_are_those_of_the_plan(layout: str, wire: str, pools: Pools) -> No
         expected = sum(team.inbound_bytes + team.outbound_bytes for team in report.teams)
         for count in (plain, refreshing):
             assert count["outbound"] + count["swapped"] == expected
-        assert not {name for name in plain if name not in ("outbound", "swapped", "gather", "swap")}
+        assert not {name for name in plain if name not in ("outbound", "swapped", "gather", "swap", "all_reduce")}
+        meshes = 2 if layout == "fsdp_sub22" else 1
+        assert plain["all_reduce"] == refreshing["all_reduce"] == meshes  # of a hash of what ranks are about to do
         if layout.startswith("ddp"):
             assert (plain["gather"], plain["swap"]) == (options.get("stages", 1), 0)
         if layout.startswith("fsdp") and wire == "float32":  # gradients in, directions out, and a plain scalar

@@ -126,6 +126,20 @@ def _meeting(layout: Layout, order: Sequence[int], bounds: list[tuple[int, int]]
         yield from _meeting(layout, order[1:], inner, region, cell + i * stride)
 
 
+def replicas(ranks: Sequence[int], layout: Layout) -> list[tuple[int, ...]]:
+    """Ranks that store the same part of a parameter, for each part that several ranks store. ``ranks`` are by cell.
+
+    >>> replicas([0, 1, 2, 3], Layout((Axis(2), Axis(2, dim=0))))
+    [(0, 2), (1, 3)]
+    """
+    found: dict[Shape, list[int]] = {}
+    for cell, rank in enumerate(ranks):
+        where = layout.coordinates(cell)
+        part = tuple(i for i, axis in zip(where, layout.axes, strict=True) if axis.dim is not None)
+        found.setdefault(part, []).append(rank)
+    return [tuple(sorted(some)) for some in found.values() if len(some) > 1]
+
+
 def team_of(ranks: Sequence[int], layout: Layout, trainers: int | None, rank: int, name: str) -> tuple[tuple[int, ...], Layout]:
     """The team of ``rank`` for a parameter, ascending, and the layout over it. It has ``trainers`` ranks, by default all."""
     size = trainers or len(ranks)

@@ -1,20 +1,25 @@
 """What ranks must agree on before they exchange anything, and how they stop together if they do not."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from ..options import OPTIONS
+from ..options import is_on_host
 from ..planning.blocks import Block
-from ..planning.plan import largest_first
-from ..storage.tensors import describe, groups_of, layout_of
+from ..planning.layouts import replicas
+from ..planning.plan import Plan, largest_first
+from ..settings import Settings
+from ..storage.tensors import checksums, describe, groups_of, layout_of
+from .exchange import Collective
+from .health import failures, to_host, too_many
 from .parameters import Groups, name_of, stored_items
-from .ranks import Comm, Peers, Ranks, difference
+from .ranks import Comm, Facts, Peers, Ranks, difference, digest
 from .run import Run
 
-Facts = dict[str, str]
+ALARM = 10  # steps between looks at the failures of all ranks
 
 
 def find_peers(groups: Groups, world: Ranks, everyone: Ranks, given: Any) -> Peers:
@@ -27,48 +32,201 @@ def find_peers(groups: Groups, world: Ranks, everyone: Ranks, given: Any) -> Pee
     return Peers([Comm(ranks, devices[ranks], known) for ranks in shared], everyone)
 
 
-def agree(
-    peers: Peers, run: Run, groups: Groups, world: Ranks, given: Mapping[str, Any], loaded: bool, error: Exception | None
-) -> None:
-    """Compare the facts of every mesh. Raises on all ranks or on none.
+@dataclass(frozen=True)
+class Intent:
+    """What a rank is about to do, or ``error``: why it cannot."""
 
-    ``given`` are arguments of the constructor, and ``error`` is why this rank could not plan. ``loaded``: compare steps too.
+    run: Run
+    groups: Groups
+    settings: Sequence[Settings]
+    world: Ranks  # the process group
+    everyone: Ranks
+    process_group: Any
+    error: Exception | None
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a plan that concerns one mesh."""
+
+    members: Sequence[int]  # its parameters
+    groups: Sequence[int]  # their param groups
+    facts: Facts
+    owners: Facts  # and who computes them when, which follows from options
+    digest: int
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a rank tells about one mesh."""
+
+    share: Share
+    settings: Mapping[int, Settings]  # by param group
+    step: Facts  # what may be different in every step
+
+    @property
+    def digest(self) -> int:
+        return digest({"plan": str(self.share.digest), **{str(g): s.text for g, s in self.settings.items()}, **self.step})
+
+    @property
+    def facts(self) -> Facts:
+        lines = [(g, line.partition("=")) for g, settings in self.settings.items() for line in settings.text.splitlines()]
+        options = {f"{name} of param group {g}": value for g, (name, _, value) in lines}
+        return {**self.share.facts, **self.step, **options, **self.share.owners}
+
+
+@final
+class Agreement:
+    """Every step of several ranks begins with it: they compare a hash of what each is about to do, in one small all-reduce.
+
+    An answer on the host is read at once. A plain step does not wait for a device, so an answer there is read before the next
+    step. Only a rank with a new plan waits for it, because its collectives may not match those of the others.
     """
-    problem = None if error is None else str(error)
-    for comm in peers.comms:
-        told = {"the plan": f"{type(error).__name__}: {error}" if error else "made"}
-        if error is None:
-            told |= facts_of(run, groups, world, comm.ranks, given, loaded)
-        problem = difference(comm, told) or problem
-    problem = peers.tell(problem)
-    if error is not None and problem == str(error):
-        raise error
-    if problem is not None:
-        raise ValueError(problem) from error
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        """``given`` are arguments of the constructor."""
+        self.peers = Peers([], ())
+        self.strict = False  # whether some rank has on_nonfinite="raise"
+        self.loads = 0  # checkpoints that were loaded
+        self._given, self._calls, self._loads = given, 0, 0
+        self._plan: Plan | None = None  # the last one that ranks agreed on, and the collectives of its steps
+        self._collectives: list[Collective] = []
+        self._shares: tuple[Plan | None, list[Share]] = None, []  # by mesh, and the plan that they are of
+        self._claims: list[Claim] = []  # at the last vote, by mesh
+        self._answer: Any = None  # to the last vote, on its way from the device
+
+    def reach(self, intent: Intent) -> bool:
+        """Compare what ranks are about to do. Raises on all ranks or on none. False if this rank has to miss the step."""
+        run, error = intent.run, intent.error
+        if self._answer is not None:  # to the vote before the last step
+            self._hear(_arrived(self._answer), intent)
+        period, self._answer = int(self._given["check_ranks"]), None
+        due = period > 0 and self._calls % period == 0
+        if not self._vote(intent, due, together=due):
+            return False
+        if error is not None or run.plan is not self._plan:
+            peers = find_peers(intent.groups, intent.world, intent.everyone, intent.process_group)
+            if [comm.ranks for comm in peers.comms] != [comm.ranks for comm in self.peers.comms]:
+                self.peers, self._shares = peers, (None, [])
+                self._vote(intent, due, together=True)
+            if error is not None:
+                raise error
+            run.connect()
+            self._plan, self._collectives = run.plan, run.collectives()
+        self._calls, self._loads = self._calls + 1, self.loads
+        if due and self.peers.comms:
+            self._compare_values(intent)
+        return True
+
+    def _vote(self, intent: Intent, due: bool, *, together: bool) -> bool:
+        """Tell the others, and hear them. ``together``: all ranks wait for the answer. False if this rank is out of step."""
+        if not self.peers.comms:
+            return True
+        for comm in self.peers.comms:
+            comm.check_alive()
+        self._claims = self._make_claims(intent, due)
+        failing = torch.zeros((), dtype=torch.int64, device=self.peers.comms[0].device)
+        if self._calls % ALARM == 0:
+            failing = too_many(intent.run.banks, intent.settings, failing)
+        strict = any(settings.raise_on_nonfinite for settings in intent.settings)
+        answer = self.peers.vote([claim.digest for claim in self._claims], failing, strict)
+        if together or not _is_late(answer):
+            self._hear(answer.tolist(), intent)
+            return True
+        self._answer = to_host(answer)
+        if (intent.error is None and intent.run.plan is self._plan) or not _arrived(self._answer)[0]:
+            return True
+        for collective in self._collectives:  # the others are in this step, and hear of it before the next one
+            collective.start()
+        for collective in self._collectives:
+            collective.finish()
+        return False
+
+    def _make_claims(self, intent: Intent, due: bool) -> list[Claim]:
+        run, error, settings = intent.run, intent.error, intent.settings
+        if error is not None:
+            failed = Claim(Share([], [], {}, {}, 0), {}, {"the plan": f"{type(error).__name__}: {error}"})
+            return [failed for _ in self.peers.comms]
+        if self._shares[0] is not run.plan:
+            self._shares = run.plan, [make_share(run, intent.world, comm.ranks, self._given) for comm in self.peers.comms]
+        steps = due and self._given["check_ranks"] is True, self.loads != self._loads
+        claims = []
+        for share in self._shares[1]:
+            told = {"the number of calls of load_state_dict": str(self.loads)}
+            told |= {f"lr of param group {g}": _rate(intent.groups[g]["lr"], due) for g in share.groups}
+            if any(steps):
+                told |= {f"the step of parameter {run.name_of(i)}": str(run.steps[i]) for i in share.members}
+            if steps[0]:
+                told |= {f"whether {run.name_of(i)} has a gradient": str(run.params[i].grad is not None) for i in share.members}
+            claims.append(Claim(share, {g: settings[g] for g in share.groups}, told))
+        return claims
+
+    def _hear(self, answer: Sequence[int], intent: Intent) -> None:
+        """Read an answer. If ranks do not agree, or a rank cannot go on, all raise."""
+        trouble, self.strict = answer[0], bool(answer[1])
+        if not trouble:
+            return
+        problem = None
+        for comm, claim in zip(self.peers.comms, self._claims, strict=True):
+            problem = difference(comm, {comm.ranks: claim.facts}) or problem
+        self._stop(problem, intent.error)
+        raise RuntimeError(self.peers.tell(failures(intent.run.banks, intent.settings, intent.run.name_of)))
+
+    def _stop(self, problem: str | None, cause: Exception | None = None) -> None:
+        """Raise the problem of any rank on all ranks."""
+        problem = self.peers.tell(problem)
+        if problem is not None:
+            raise ValueError(problem) from cause
+
+    def _compare_values(self, intent: Intent) -> None:
+        """Compare parameters between the ranks that hold the same part of them. The host waits for the device."""
+        run, problem = intent.run, None
+        told = [f"the sum of the bits of parameter {run.name_of(i)}" for i in range(len(run.params))]
+        sums = checksums(run.params)
+        for comm, share in zip(self.peers.comms, self._shares[1], strict=True):
+            facts = dict[Ranks, dict[str, str]]()
+            for i in share.members:
+                for ranks in replicas(*layout_of(run.params[i], intent.world)):
+                    facts.setdefault(ranks, {})[told[i]] = str(sums[i])
+            problem = (difference(comm, facts) if facts else None) or problem
+        self._stop(problem)
 
 
-def facts_of(run: Run, groups: Groups, world: Ranks, ranks: Ranks, given: Mapping[str, Any], loaded: bool) -> Facts:
-    """Everything that must be the same on the ranks of a mesh, in words."""
+def make_share(run: Run, world: Ranks, ranks: Ranks, given: Mapping[str, Any]) -> Share:
+    """What concerns a mesh, and what of it must be the same on all its ranks, in words."""
     plan, params = run.plan, run.params
     repeated = given["num_trainers_per_group"] is not None  # a block has several owners, which must refresh it in the same way
     mine = [i for i, p in enumerate(params) if _mesh(p, world) == ranks]
-    facts = {name: str(value) for name, value in given.items()} | {"the number of parameters": str(len(mine))}
+    groups = sorted({plan.specs[i].group for i in mine})
+    facts = {"the plan": "made"} | {name: str(value) for name, value in given.items()}
     facts |= {f"parameter number {k}": f"{plan.specs[i].name} {describe(params[i])}" for k, i in enumerate(mine)}
     schedule: dict[int, int] = {}
-    for g in sorted({plan.specs[i].group for i in mine}):
-        options = {name: groups[g][name] for name in OPTIONS}
-        facts |= {f"{name} of param group {g}": str(x.item() if isinstance(x, Tensor) else x) for name, x in options.items()}
+    for g in groups:
         if repeated and plan.settings[g].staggered:
             schedule |= run.offsets(g, plan.settings[g])
     kept = set(mine)
     blocks = {n: block for n, block in enumerate(plan.blocks) if block.param in kept}
-    facts["owners of blocks and steps of refreshes"] = str([(plan.owners[n], schedule.get(n)) for n in blocks])
-    facts |= {"root solvers": _solvers(run, blocks.values())} if repeated else {}
-    for i in mine if loaded or given["check_ranks"] else ():
-        facts[f"the step of parameter {run.name_of(i)}"] = str(run.steps[i])
-        if given["check_ranks"]:
-            facts[f"whether {run.name_of(i)} has a gradient"] = str(params[i].grad is not None)
-    return facts
+    owners = {"owners of blocks and steps of refreshes": str([(plan.owners[n], schedule.get(n)) for n in blocks])}
+    owners |= {"root solvers": _solvers(run, blocks.values())} if repeated else {}
+    return Share(mine, groups, facts, owners, digest(facts | owners))
+
+
+def _rate(lr: Any, read: bool) -> str:
+    """A learning rate in words. ``read``: also one on a device, for which the host waits."""
+    if not isinstance(lr, Tensor):
+        return repr(lr)
+    return repr(lr.item()) if read or is_on_host(lr) else "in a tensor on the device"
+
+
+def _is_late(answer: Tensor) -> bool:
+    """Whether the host would have to wait for it."""
+    return answer.is_cuda
+
+
+def _arrived(answer: tuple[Tensor, Any]) -> list[int]:
+    """What was on its way to the host. The host waits for it."""
+    answer[1].synchronize()
+    return answer[0].tolist()
 
 
 def _solvers(run: Run, blocks: Iterable[Block]) -> str:

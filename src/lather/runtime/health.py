@@ -15,7 +15,6 @@ from .ranks import Peers
 from .run import Run
 
 _ANEW = "NaN or Inf in the state or the direction of parameter {}; the state of the affected blocks starts anew"
-ALARM = 10  # steps between looks at the failures of all ranks; it must be the same on all ranks, whatever their options
 Counts = Sequence[Sequence[int]]  # gradients skipped, refreshes failed in a row, and whether the direction broke, by slot
 
 
@@ -28,16 +27,15 @@ class Health:
     """Reads the banks' counts and reports them by parameter name."""
 
     def __init__(self) -> None:
-        self._alarm, self._calls = Alarm(), 0
         self._arriving: dict[Bank, tuple[Tensor, Any]] = {}  # counts on their way from the device
         self._reported: set[str] = set()
 
     def keep(self, banks: Iterable[Bank]) -> None:
         """Forget banks that no longer exist."""
         live = set(banks)
-        self._alarm, self._arriving = Alarm(), {bank: counts for bank, counts in self._arriving.items() if bank in live}
+        self._arriving = {bank: counts for bank, counts in self._arriving.items() if bank in live}
 
-    def report(self, run: Run, settings: Sequence[Settings], peers: Peers) -> None:
+    def report(self, run: Run, settings: Sequence[Settings], *, alone: bool) -> None:
         """Report failures after a step. On CUDA counts are read once per period, and arrive a while later."""
         for bank in run.banks:
             mine = settings[bank.key.group]
@@ -51,10 +49,7 @@ class Health:
             if counts is not None:
                 bank.failing = frozenset(slot for slot, failed in enumerate(counts[1]) if failed)
                 if any(map(any, counts)):
-                    self._tell(bank, counts, run, mine, alone=not peers.comms)
-        self._calls += 1
-        if peers.comms and self._calls % ALARM == 0 and self._alarm.rings(run.banks, settings, peers):
-            raise RuntimeError(peers.tell(failures(run.banks, settings, run.name_of)))
+                    self._tell(bank, counts, run, mine, alone)
 
     def check(self, run: Run, settings: Sequence[Settings]) -> None:
         """After a checkpoint was loaded: start state anew that is not finite, and say so."""
@@ -74,7 +69,7 @@ class Health:
         self._warn(f"roots could not be computed in the background ({error}); the last ones are kept", error.partition(":")[0])
 
     def _tell(self, bank: Bank, counts: Counts, run: Run, settings: Settings, alone: bool) -> None:
-        """A rank that is not ``alone`` does not raise. All ranks do so together, when the :class:`Alarm` rings."""
+        """A rank that is not ``alone`` does not raise. All ranks do so together, before a later step."""
         known, anew = bank.skips, _to_restart(bank, counts)
         if anew:
             run.finish()  # a refresh in the background would write into them
@@ -108,31 +103,16 @@ class Health:
         if bank in self._arriving and self._arriving[bank][1].query():
             arrived = self._arriving.pop(bank)[0].tolist()
         if bank not in self._arriving:
-            self._arriving[bank] = _to_host(bank.counts)
+            self._arriving[bank] = to_host(bank.counts)
         return arrived
 
 
-@final
-class Alarm:
-    """Tells all ranks that a root failed too often on one of them, so that they stop together."""
-
-    def __init__(self) -> None:
-        self._last: tuple[Tensor, Any] | None = None  # the last answer, on its way from the device
-
-    def rings(self, banks: Sequence[Bank], settings: Sequence[Settings], peers: Peers) -> bool:
-        """A collective. On CUDA the answer is that of the call before, so the host does not wait."""
-        flag = torch.zeros((), dtype=torch.int32, device=peers.comms[0].device)
-        for bank in banks:
-            too_many = bank.failed > settings[bank.key.group].max_failed_refreshes
-            flag = flag.maximum(too_many.any().to(flag.device, torch.int32))
-        flag = peers.reduce_max(flag)
-        if flag.device.type != "cuda":
-            return bool(flag.item())
-        before, self._last = self._last, _to_host(flag)
-        if before is None:
-            return False
-        before[1].synchronize()
-        return bool(before[0].item())
+def too_many(banks: Iterable[Bank], settings: Sequence[Settings], flag: Tensor) -> Tensor:
+    """The flag, or 1 if a root failed too often. The host does not wait."""
+    for bank in banks:
+        failing = bank.failed > settings[bank.key.group].max_failed_refreshes
+        flag = flag.maximum(failing.any().to(flag.device, flag.dtype, non_blocking=True))
+    return flag
 
 
 def failures(banks: Sequence[Bank], settings: Sequence[Settings], name_of: Callable[[int], str]) -> str | None:
@@ -144,7 +124,7 @@ def failures(banks: Sequence[Bank], settings: Sequence[Settings], name_of: Calla
     return None
 
 
-def _to_host(tensor: Tensor) -> tuple[Tensor, Any]:
+def to_host(tensor: Tensor) -> tuple[Tensor, Any]:
     """A copy on its way to pinned memory, and the event that tells that it has arrived."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     host.copy_(tensor, non_blocking=True)

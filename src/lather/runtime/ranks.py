@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 Ranks = tuple[int, ...]
+Facts = Mapping[str, str]  # what a rank tells about itself, in words
+
+ABSENT = -(2**62)  # less than any digest, and than any digest's negative
 
 
 @final
@@ -104,12 +107,25 @@ class Peers:
     def __init__(self, comms: Sequence[Comm], world: Ranks) -> None:
         """``comms`` has all meshes of this rank that have other ranks, in an order that ranks share. ``world`` has all ranks."""
         self.comms = list(comms)
-        self._path = [comm for comm in comms if comm.ranks == world] or self.comms * self.SWEEPS
+        whole = [comm for comm in comms if comm.ranks == world]
+        self._in_world, self._path = bool(whole), whole or self.comms * self.SWEEPS
 
     def reduce_max(self, values: Tensor) -> Tensor:
         for comm in self._path:
             values = comm.reduce_max(values.to(comm.device))
         return values
+
+    def vote(self, digests: Sequence[int], failing: Tensor, strict: bool) -> Tensor:
+        """Whether ranks of a mesh gave different digests of it or a rank is failing, and whether one is strict ``[2]``.
+
+        The same on all ranks. The host does not wait.
+        """
+        flags = torch.stack([failing, torch.tensor(int(strict), device="cpu").to(failing.device, non_blocking=True)])
+        for comm, digest in reversed(list(zip(self.comms, digests, strict=True))):  # the world comes last, and hears of all
+            mine = torch.tensor([digest, -digest], device="cpu").to(comm.device, non_blocking=True)
+            high, low, failing, heard = comm.reduce_max(torch.cat([mine, flags.to(comm.device)]))
+            flags = torch.stack([failing.maximum((high != -low).long()), heard])
+        return flags if self._in_world else self.reduce_max(flags)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank. The host waits."""
@@ -173,22 +189,32 @@ def _new_group(everyone: Any, ranks: Ranks) -> Any:
     return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
-def difference(comm: Comm, facts: Mapping[str, str]) -> str | None:
-    """Compare facts across ranks. If they differ, every rank gets the same sentence, which names the first difference."""
+def digest(facts: Facts) -> int:
+    """A hash that is the same in all processes."""
     text = "\n".join(f"{label}={value}" for label, value in facts.items())
-    digest = int.from_bytes(sha256(text.encode()).digest()[:7], "big")
-    high, low = comm.largest([digest, -digest])
-    if high == -low:
+    return int.from_bytes(sha256(text.encode()).digest()[:7], "big")
+
+
+def difference(comm: Comm, facts: Mapping[Ranks, Facts]) -> str | None:
+    """Compare facts. If they differ, every rank gets the same sentence, which names the first difference.
+
+    ``facts`` are by sets of ranks that must agree. All ranks have the same sets, and count in those that they are in.
+    """
+    mine = {ranks: digest(told) for ranks, told in facts.items() if dist.get_rank() in ranks}
+    largest = comm.largest([sign * mine[ranks] if ranks in mine else ABSENT for sign in (1, -1) for ranks in facts])
+    if all(high == -low for high, low in zip(largest[: len(facts)], largest[len(facts) :], strict=True)):
         return None
-    told = comm.collect(dict(facts))
-    for label in dict.fromkeys(label for theirs in told for label in theirs):
-        values = [theirs.get(label, "missing") for theirs in told]
-        other = next((i for i, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
-            return (
-                f"ranks disagree about {label}: {values[0]} on rank {comm.ranks[0]} but {values[other]} on rank "
-                f"{comm.ranks[other]}; build the same model and the same optimizer on every rank of {_some(comm.ranks)}"
-            )
+    told = dict(zip(comm.ranks, comm.collect({ranks: dict(facts[ranks]) for ranks in mine}), strict=True))
+    for ranks in facts:
+        longest_first = sorted((told[rank][ranks] for rank in ranks), key=len, reverse=True)  # so nothing is named too late
+        for label in dict.fromkeys(label for theirs in longest_first for label in theirs):
+            values = {rank: told[rank][ranks].get(label, "missing") for rank in ranks}
+            other = next((rank for rank in ranks if values[rank] != values[ranks[0]]), None)
+            if other is not None:
+                return (
+                    f"ranks disagree about {label}: {values[ranks[0]]} on rank {ranks[0]} but {values[other]} on rank {other}; "
+                    f"build the same model and the same optimizer on every rank of {_some(ranks)}, and change and load them on all"
+                )
     return None
 
 

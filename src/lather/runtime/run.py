@@ -15,6 +15,7 @@ from ..storage.averaging import Averages, Groups, Views
 from ..storage.step import Rate, Step, Stored
 from ..storage.tensors import groups_of, is_dtensor, layout_of, local, local_gradient
 from . import checkpoint
+from .exchange import Collective
 from .ranks import Comm, Ranks
 from .unit import Unit
 from .unit_plan import identity, make_banks, make_units
@@ -112,6 +113,11 @@ class Run:
         """Make missing process groups, in an order that all ranks share."""
         for comm in sorted(self.comms.values(), key=lambda comm: (not comm.together, largest_first(comm.ranks))):
             comm.check_alive()
+
+    def collectives(self) -> list[Collective]:
+        """Those of a step, in their order."""
+        both = [unit.inbound for unit in self.units], [unit.outbound for unit in self.units]
+        return [collective for some in both for collective in some if collective is not None]
 
     # State.
 

@@ -19,11 +19,12 @@ from ..storage import averaging
 from ..storage.step import Step
 from ..storage.tensors import is_regular, layout_of
 from ..storage.update import number, rate_of
-from . import agreement, checkpoint, health
-from .health import Health
+from . import checkpoint
+from .agreement import Agreement, Intent
+from .health import Health, refuse_nonfinite
 from .metrics import Record
 from .parameters import Item, describe, grad_dtype, stored_items
-from .ranks import Peers, Ranks
+from .ranks import Ranks
 from .run import Entries, Run, make_comms, make_run
 
 Groups = list[dict[str, Any]]
@@ -34,12 +35,17 @@ State = dict[Tensor, dict[str, Any]]
 class Session:
     """What an optimizer runs on: its plan, state and ranks. Methods take its current param groups and state."""
 
-    def __init__(self, process_group: Any, trainers: int | None, stages: int, check_ranks: bool) -> None:
+    def __init__(self, process_group: Any, trainers: int | None, stages: int, check_ranks: int) -> None:
         self.process_group, self.trainers, self._stages, self._check_ranks = process_group, trainers, stages, check_ranks
         self._structure: list[tuple[Any, ...]] = []  # options that may not change any more, by param group
         self._owners: dict[tuple[int, int, int], int] = {}  # place, by param group, position in it, block
         self._began: Ranks = ()  # the world in which owners were chosen
+        self._meet()
         self.reset()
+
+    def _meet(self) -> None:
+        given = {"num_trainers_per_group": self.trainers, "stages": self._stages, "check_ranks": self._check_ranks}
+        self._agreement = Agreement(given)
 
     def reset(self) -> None:
         """Forget everything except who owns what."""
@@ -49,26 +55,24 @@ class Session:
         self.armed: Sequence[str] | None = None  # what made each param group, if the next step is to be recorded
         self.record: Record | None = None  # of the last step that was
         self._health = Health()
-        self._peers = Peers([], ())
         self._signature: Any = None  # what the run was built for
         self._glance: Any = None
-        self._agreed = False  # whether ranks have compared what they are about to do
-        self._loaded = False  # whether a checkpoint was loaded since
-        self._strict = False  # whether some rank has on_nonfinite="raise"
+        self._agreed = False  # whether ranks have compared the plan
 
     # A step.
 
     def begin(self, groups: Groups, state: State) -> Step | None:
         """Prepare a step. None if there is nothing to do."""
         self.consolidated = None
-        self._prepare_together(groups, state)
+        if not self._prepare_together(groups, state):
+            return None
         run, grads = self.run, self.run.gradients()
         rates = [rate_of(group, settings) for group, settings in zip(groups, self.settings, strict=True)]
-        if (not grads and not self._peers.comms) or self._is_probe(grads, groups):
+        if (not grads and not self._agreement.peers.comms) or self._is_probe(grads, groups):
             return None
         refuse_averages(groups)
-        if self._strict:
-            health.refuse_nonfinite(grads, run, self.settings, self._peers)
+        if self._agreement.strict:
+            refuse_nonfinite(grads, run, self.settings, self._agreement.peers)
         step = run.begin(grads, self.settings, rates, groups)
         if self.armed is None:
             return step
@@ -84,18 +88,18 @@ class Session:
         """What the last step that was armed did."""
         if self.record is None:
             raise RuntimeError("no step was recorded: call opt.arm() before the step, or use lather.Monitor")
-        return self.record.gathered(by, self._peers) if gather else self.record.metrics(by)
+        return self.record.gathered(by, self._agreement.peers) if gather else self.record.metrics(by)
 
     def end(self, step: Step) -> None:
         """Count a step that is done, and report its failures."""
         self.run.end(step)
-        self._health.report(self.run, self.settings, self._peers)
+        self._health.report(self.run, self.settings, alone=not self._agreement.peers.comms)
 
     def _is_probe(self, grads: Mapping[int, Tensor], groups: Groups) -> bool:
         """Whether this is torch's checkpoint code, which allocates state by a first step with zero learning rates and gradients."""
         if any(self.run.steps) or not all(number(group["lr"]) == 0 for group in groups):
             return False
-        return not self._peers.any(any(bool(grad.any()) for grad in grads.values()))
+        return not self._agreement.peers.any(any(bool(grad.any()) for grad in grads.values()))
 
     def started(self, state: State) -> bool:
         """Whether any parameter has taken a step."""
@@ -103,26 +107,18 @@ class Session:
 
     # Agreement.
 
-    def _prepare_together(self, groups: Groups, state: State) -> None:
-        """Prepare, and compare with the other ranks before the first collective. If one rank fails, all raise."""
+    def _prepare_together(self, groups: Groups, state: State) -> bool:
+        """Prepare, and compare with the other ranks. If one rank fails, all raise. False if this rank has to miss the step."""
         error = None
         try:
             self.prepare(groups, state)
         except Exception as e:
-            if self._agreed:
-                raise
             error = e
-        if self._agreed and not self._check_ranks:
-            return
-        if not self._agreed:
-            self._peers = agreement.find_peers(groups, self.world(), all_ranks(None), self.process_group)
-        given = {"num_trainers_per_group": self.trainers, "stages": self._stages, "check_ranks": self._check_ranks}
-        given["recording this step (lather.Monitor, opt.arm())"] = self.armed is not None
-        agreement.agree(self._peers, self.run, groups, self.world(), given, self._loaded, error)
-        if not self._agreed:
-            self._strict = self._peers.any(any(settings.raise_on_nonfinite for settings in self.settings))
-            self.run.connect()
-        self._agreed, self._loaded = True, False
+        if error is None and self._agreed and not self._agreement.peers.comms:
+            return True
+        intent = Intent(self.run, groups, self.settings, self.world(), all_ranks(None), self.process_group, error)
+        self._agreed = self._agreement.reach(intent)
+        return self._agreed
 
     def world(self) -> Ranks:
         return all_ranks(self.process_group)
@@ -269,7 +265,7 @@ class Session:
 
         Everything that can be wrong with it is checked first. If there is no memory for new state, all is put back.
         """
-        self._agreed, self._loaded = False, True  # also if it is refused: other ranks may have loaded it
+        self._agreement.loads += 1  # also if it is refused: other ranks may have loaded it
         saved, entries = self._fitting(groups, state, state_dict)
         run = self.run
         changing: list[dict[Any, Any]] = [vars(self), vars(run), *map(vars, run.banks), *run.views, *groups, *state.values()]
@@ -286,7 +282,6 @@ class Session:
                 each.clear()
                 each.update(was)
             raise
-        self._agreed, self._loaded = False, True
         self.consolidated = None
         self._health.check(run, self.settings)
         if run.comms:
@@ -316,6 +311,7 @@ class Session:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.process_group = None  # a process group cannot be pickled, so the default one is used
+        self._meet()
         self.reset()
 
 
