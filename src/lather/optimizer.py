@@ -104,7 +104,7 @@ class Shampoo(torch.optim.Optimizer):
         process_group: Any = None,
         num_trainers_per_group: int | None = None,
         stages: int = 1,
-        check_ranks: int = 100,
+        check_ranks: int = False,
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
@@ -169,10 +169,10 @@ class Shampoo(torch.optim.Optimizer):
         averages may have taken their gradients in.
         """
         session = self._session
-        if session.started(self.state):
-            refuse_averages(self.param_groups)
         loss = None
         if closure is not None:
+            if session.started(self.state):
+                refuse_averages(self.param_groups)
             with torch.enable_grad():
                 loss = closure()
         step = session.begin(self.param_groups, self.state)  # gradients, counts, rates; a new plan, if anything changed

@@ -94,9 +94,13 @@ class Settings:
         return tuple(self.given[name] for name in STRUCTURAL)
 
     @cached_property
+    def told(self) -> dict[str, str]:
+        """The options in words, to be compared between ranks. Without the learning rate."""
+        return {name: str(value) for name, value in self.given.items() if name != "lr"}
+
+    @cached_property
     def text(self) -> str:
-        """The options in words, one per line, to be compared between ranks. Without the learning rate."""
-        return "\n".join(f"{name}={value}" for name, value in self.given.items() if name != "lr")
+        return str(self.told)
 
     @cached_property
     def signature(self) -> tuple[Any, ...]:

@@ -1,7 +1,8 @@
 """What ranks must agree on before they exchange anything, and how they stop together if they do not."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -16,7 +17,7 @@ from ..storage.tensors import checksums, describe, groups_of, layout_of
 from .exchange import Collective
 from .health import failures, to_host, too_many
 from .parameters import Groups, name_of, stored_items
-from .ranks import Comm, Facts, Peers, Ranks, difference, digest
+from .ranks import Comm, Facts, Peers, Ranks, difference, digest, is_trouble
 from .run import Run
 
 ALARM = 10  # steps between looks at the failures of all ranks
@@ -42,44 +43,43 @@ class Intent:
     world: Ranks  # the process group
     everyone: Ranks
     process_group: Any
+    recorded: bool  # whether the step is
     error: Exception | None
 
 
-@dataclass(frozen=True)
-class Share:
-    """The part of a plan that concerns one mesh."""
-
-    members: Sequence[int]  # its parameters
-    groups: Sequence[int]  # their param groups
-    facts: Facts
-    owners: Facts  # and who computes them when, which follows from options
-    digest: int
-
-
-@dataclass(frozen=True)
+@dataclass
 class Claim:
     """What a rank tells about one mesh."""
 
-    share: Share
-    settings: Mapping[int, Settings]  # by param group
-    step: Facts  # what may be different in every step
+    members: Sequence[int]  # its parameters
+    groups: Sequence[int]  # their param groups
+    facts: Facts  # of the plan
+    owners: Facts  # and who computes what when, which follows from options
+    settings: Sequence[Settings] = ()  # of the param groups
+    step: Facts = field(default_factory=dict)  # what may be different in every step
+
+    @cached_property
+    def planned(self) -> str:
+        return str(digest(self.facts | self.owners))
 
     @property
     def digest(self) -> int:
-        return digest({"plan": str(self.share.digest), **{str(g): s.text for g, s in self.settings.items()}, **self.step})
+        texts = {str(g): settings.text for g, settings in zip(self.groups, self.settings, strict=True)}
+        return digest({"plan": self.planned, **texts, **self.step})
 
-    @property
-    def facts(self) -> Facts:
-        lines = [(g, line.partition("=")) for g, settings in self.settings.items() for line in settings.text.splitlines()]
-        options = {f"{name} of param group {g}": value for g, (name, _, value) in lines}
-        return {**self.share.facts, **self.step, **options, **self.share.owners}
+    def told(self) -> Facts:
+        """All of it, in the order in which differences are named."""
+        options: Facts = {}
+        for g, settings in zip(self.groups, self.settings, strict=True):
+            options |= {f"{name} of param group {g}": value for name, value in settings.told.items()}
+        return self.facts | self.step | options | self.owners
 
 
 @final
 class Agreement:
     """Every step of several ranks begins with it: they compare a hash of what each is about to do, in one small all-reduce.
 
-    An answer on the host is read at once. A plain step does not wait for a device, so an answer there is read before the next
+    An answer on the host is read at once. A plain step does not wait for the device, so an answer there is read before the next
     step. Only a rank with a new plan waits for it, because its collectives may not match those of the others.
     """
 
@@ -87,33 +87,35 @@ class Agreement:
         """``given`` are arguments of the constructor."""
         self.peers = Peers([], ())
         self.strict = False  # whether some rank has on_nonfinite="raise"
-        self.loads = 0  # checkpoints that were loaded
+        self.loads = 0  # checkpoints that were loaded, or refused
         self._given, self._calls, self._loads = given, 0, 0
         self._plan: Plan | None = None  # the last one that ranks agreed on, and the collectives of its steps
         self._collectives: list[Collective] = []
-        self._shares: tuple[Plan | None, list[Share]] = None, []  # by mesh, and the plan that they are of
         self._claims: list[Claim] = []  # at the last vote, by mesh
+        self._claimed: Plan | None = None  # the plan that they are of
         self._answer: Any = None  # to the last vote, on its way from the device
 
     def reach(self, intent: Intent) -> bool:
         """Compare what ranks are about to do. Raises on all ranks or on none. False if this rank has to miss the step."""
-        run, error = intent.run, intent.error
-        if self._answer is not None:  # to the vote before the last step
-            self._hear(_arrived(self._answer), intent)
-        period, self._answer = int(self._given["check_ranks"]), None
-        due = period > 0 and self._calls % period == 0
-        if not self._vote(intent, due, together=due):
+        run, error, calls = intent.run, intent.error, self._calls
+        answer, self._answer, self._calls = self._answer, None, calls + 1
+        if answer is not None:  # to the vote before the last step
+            self._hear(_arrived(answer), intent)
+        period = int(self._given["check_ranks"])
+        due = calls == 0 or (period > 0 and calls % period == 0)
+        if not self._vote(intent, due, together=due or self.strict):
             return False
         if error is not None or run.plan is not self._plan:
             peers = find_peers(intent.groups, intent.world, intent.everyone, intent.process_group)
             if [comm.ranks for comm in peers.comms] != [comm.ranks for comm in self.peers.comms]:
-                self.peers, self._shares = peers, (None, [])
+                self.peers, self._claimed = peers, None
                 self._vote(intent, due, together=True)
+                peers.settle()
             if error is not None:
                 raise error
             run.connect()
             self._plan, self._collectives = run.plan, run.collectives()
-        self._calls, self._loads = self._calls + 1, self.loads
+        self._loads = self.loads
         if due and self.peers.comms:
             self._compare_values(intent)
         return True
@@ -124,51 +126,52 @@ class Agreement:
             return True
         for comm in self.peers.comms:
             comm.check_alive()
-        self._claims = self._make_claims(intent, due)
-        failing = torch.zeros((), dtype=torch.int64, device=self.peers.comms[0].device)
-        if self._calls % ALARM == 0:
-            failing = too_many(intent.run.banks, intent.settings, failing)
+        self._claim(intent, due)
+        alarm = too_many(intent.run.banks, intent.settings) if self._calls % ALARM == 0 else None
         strict = any(settings.raise_on_nonfinite for settings in intent.settings)
-        answer = self.peers.vote([claim.digest for claim in self._claims], failing, strict)
+        answer = self.peers.vote([claim.digest for claim in self._claims], alarm, strict)
         if together or not _is_late(answer):
             self._hear(answer.tolist(), intent)
             return True
         self._answer = to_host(answer)
-        if (intent.error is None and intent.run.plan is self._plan) or not _arrived(self._answer)[0]:
+        if (intent.error is None and intent.run.plan is self._plan) or not is_trouble(_arrived(self._answer)):
             return True
         for collective in self._collectives:  # the others are in this step, and hear of it before the next one
-            collective.start()
+            collective.start_void()
         for collective in self._collectives:
             collective.finish()
         return False
 
-    def _make_claims(self, intent: Intent, due: bool) -> list[Claim]:
-        run, error, settings = intent.run, intent.error, intent.settings
+    def _claim(self, intent: Intent, due: bool) -> None:
+        """Make up what to tell in this step."""
+        run, error = intent.run, intent.error
         if error is not None:
-            failed = Claim(Share([], [], {}, {}, 0), {}, {"the plan": f"{type(error).__name__}: {error}"})
-            return [failed for _ in self.peers.comms]
-        if self._shares[0] is not run.plan:
-            self._shares = run.plan, [make_share(run, intent.world, comm.ranks, self._given) for comm in self.peers.comms]
-        steps = due and self._given["check_ranks"] is True, self.loads != self._loads
-        claims = []
-        for share in self._shares[1]:
-            told = {"the number of calls of load_state_dict": str(self.loads)}
-            told |= {f"lr of param group {g}": _rate(intent.groups[g]["lr"], due) for g in share.groups}
-            if any(steps):
-                told |= {f"the step of parameter {run.name_of(i)}": str(run.steps[i]) for i in share.members}
-            if steps[0]:
-                told |= {f"whether {run.name_of(i)} has a gradient": str(run.params[i].grad is not None) for i in share.members}
-            claims.append(Claim(share, {g: settings[g] for g in share.groups}, told))
-        return claims
+            failed = {"the plan": f"{type(error).__name__}: {error}"}
+            self._claims, self._claimed = [Claim([], [], failed, {}) for _ in self.peers.comms], None
+            return
+        if self._claimed is not run.plan:
+            self._claims = [make_claim(run, intent.world, comm.ranks, self._given) for comm in self.peers.comms]
+            self._claimed = run.plan
+        thorough = self._given["check_ranks"] is True
+        for claim in self._claims:
+            told = {"the number of calls of step()": str(self._calls), "the number of calls of load_state_dict": str(self.loads)}
+            told |= {f"lr of param group {g}": _rate(intent.groups[g]["lr"], due) for g in claim.groups}
+            if thorough or self._calls == 1:
+                told["recording this step (lather.Monitor, opt.arm())"] = str(intent.recorded)
+            if thorough or self.loads != self._loads:
+                told |= {f"the step of parameter {run.name_of(i)}": str(run.steps[i]) for i in claim.members}
+            if thorough:
+                told |= {f"whether {run.name_of(i)} has a gradient": str(run.params[i].grad is not None) for i in claim.members}
+            claim.settings, claim.step = [intent.settings[g] for g in claim.groups], told
 
     def _hear(self, answer: Sequence[int], intent: Intent) -> None:
         """Read an answer. If ranks do not agree, or a rank cannot go on, all raise."""
-        trouble, self.strict = answer[0], bool(answer[1])
-        if not trouble:
+        self.strict = bool(answer[-1])
+        if not is_trouble(answer):
             return
         problem = None
         for comm, claim in zip(self.peers.comms, self._claims, strict=True):
-            problem = difference(comm, {comm.ranks: claim.facts}) or problem
+            problem = difference(comm, {comm.ranks: claim.told()}) or problem
         self._stop(problem, intent.error)
         raise RuntimeError(self.peers.tell(failures(intent.run.banks, intent.settings, intent.run.name_of)))
 
@@ -181,19 +184,20 @@ class Agreement:
     def _compare_values(self, intent: Intent) -> None:
         """Compare parameters between the ranks that hold the same part of them. The host waits for the device."""
         run, problem = intent.run, None
-        told = [f"the sum of the bits of parameter {run.name_of(i)}" for i in range(len(run.params))]
-        sums = checksums(run.params)
-        for comm, share in zip(self.peers.comms, self._shares[1], strict=True):
+        for comm, claim in zip(self.peers.comms, self._claims, strict=True):
+            parts = [replicas(*layout_of(run.params[i], intent.world)) for i in claim.members]
+            shared = [i for i, sets in zip(claim.members, parts, strict=True) if sets]
+            sums = dict(zip(shared, checksums([run.params[i] for i in shared]), strict=True))
             facts = dict[Ranks, dict[str, str]]()
-            for i in share.members:
-                for ranks in replicas(*layout_of(run.params[i], intent.world)):
-                    facts.setdefault(ranks, {})[told[i]] = str(sums[i])
+            for i, sets in zip(claim.members, parts, strict=True):
+                for ranks in sets:
+                    facts.setdefault(ranks, {})[f"the sum of the bits of parameter {run.name_of(i)}"] = str(sums[i])
             problem = (difference(comm, facts) if facts else None) or problem
         self._stop(problem)
 
 
-def make_share(run: Run, world: Ranks, ranks: Ranks, given: Mapping[str, Any]) -> Share:
-    """What concerns a mesh, and what of it must be the same on all its ranks, in words."""
+def make_claim(run: Run, world: Ranks, ranks: Ranks, given: Mapping[str, Any]) -> Claim:
+    """What of a plan concerns a mesh and must be the same on all its ranks, in words."""
     plan, params = run.plan, run.params
     repeated = given["num_trainers_per_group"] is not None  # a block has several owners, which must refresh it in the same way
     mine = [i for i, p in enumerate(params) if _mesh(p, world) == ranks]
@@ -208,7 +212,7 @@ def make_share(run: Run, world: Ranks, ranks: Ranks, given: Mapping[str, Any]) -
     blocks = {n: block for n, block in enumerate(plan.blocks) if block.param in kept}
     owners = {"owners of blocks and steps of refreshes": str([(plan.owners[n], schedule.get(n)) for n in blocks])}
     owners |= {"root solvers": _solvers(run, blocks.values())} if repeated else {}
-    return Share(mine, groups, facts, owners, digest(facts | owners))
+    return Claim(mine, groups, facts, owners)
 
 
 def _rate(lr: Any, read: bool) -> str:

@@ -107,12 +107,10 @@ class Health:
         return arrived
 
 
-def too_many(banks: Iterable[Bank], settings: Sequence[Settings], flag: Tensor) -> Tensor:
-    """The flag, or 1 if a root failed too often. The host does not wait."""
-    for bank in banks:
-        failing = bank.failed > settings[bank.key.group].max_failed_refreshes
-        flag = flag.maximum(failing.any().to(flag.device, flag.dtype, non_blocking=True))
-    return flag
+def too_many(banks: Iterable[Bank], settings: Sequence[Settings]) -> Tensor | None:
+    """Whether a root failed too often. The host does not wait. None if there are no roots."""
+    flags = [(bank.failed > settings[bank.key.group].max_failed_refreshes).any() for bank in banks]
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
 
 
 def failures(banks: Sequence[Bank], settings: Sequence[Settings], name_of: Callable[[int], str]) -> str | None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Ranks = tuple[int, ...]
-Facts = Mapping[str, str]  # what a rank tells about itself, in words
+Facts = dict[str, str]  # what a rank tells about itself, in words
 
 ABSENT = -(2**62)  # less than any digest, and than any digest's negative
 
@@ -108,24 +108,31 @@ class Peers:
         """``comms`` has all meshes of this rank that have other ranks, in an order that ranks share. ``world`` has all ranks."""
         self.comms = list(comms)
         whole = [comm for comm in comms if comm.ranks == world]
-        self._in_world, self._path = bool(whole), whole or self.comms * self.SWEEPS
+        self._in_one, self._path = bool(whole), whole or self.comms * self.SWEEPS  # whether one mesh reaches all; the way round
 
-    def reduce_max(self, values: Tensor) -> Tensor:
-        for comm in self._path:
-            values = comm.reduce_max(values.to(comm.device))
-        return values
+    def settle(self) -> None:
+        """Once ranks have met: if none of them is in two meshes, nothing has to go from mesh to mesh. The host waits."""
+        if not self._in_one and self.comms and not self.any(len(self.comms) > 1):
+            self._in_one, self._path = True, self.comms
 
-    def vote(self, digests: Sequence[int], failing: Tensor, strict: bool) -> Tensor:
-        """Whether ranks of a mesh gave different digests of it or a rank is failing, and whether one is strict ``[2]``.
+    def vote(self, digests: Sequence[int], alarm: Tensor | None, strict: bool) -> Tensor:
+        """An answer ``[4]``, as :func:`is_trouble` reads it, to whether ranks of a mesh gave different digests of it, and to
+        ``alarm``: whether some rank has a reason to stop. The last number says whether a rank is strict.
 
-        The same on all ranks. The host does not wait.
+        The same on all ranks. The host does not wait. One mesh takes one copy to the device and one all-reduce.
         """
-        flags = torch.stack([failing, torch.tensor(int(strict), device="cpu").to(failing.device, non_blocking=True)])
-        for comm, digest in reversed(list(zip(self.comms, digests, strict=True))):  # the world comes last, and hears of all
-            mine = torch.tensor([digest, -digest], device="cpu").to(comm.device, non_blocking=True)
-            high, low, failing, heard = comm.reduce_max(torch.cat([mine, flags.to(comm.device)]))
-            flags = torch.stack([failing.maximum((high != -low).long()), heard])
-        return flags if self._in_world else self.reduce_max(flags)
+        path = list(zip(self.comms, digests, strict=True))[::-1]  # the world, if it is a mesh, comes last and hears of all
+        path += [] if self._in_one else [(comm, 0) for comm in self._path]
+        answer = torch.zeros(0, device="cpu")
+        for comm, digest in path:
+            mine = torch.tensor([digest, -digest, 0, int(strict)], device="cpu").to(comm.device, non_blocking=True)
+            if alarm is not None:
+                mine[2] = alarm
+            if answer.numel():
+                told = torch.stack([answer[2].maximum((answer[0] != -answer[1]).long()), answer[3]])
+                mine[2:] = mine[2:].maximum(told.to(comm.device))
+            answer = comm.reduce_max(mine)
+        return answer
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank. The host waits."""
@@ -193,6 +200,12 @@ def digest(facts: Facts) -> int:
     """A hash that is the same in all processes."""
     text = "\n".join(f"{label}={value}" for label, value in facts.items())
     return int.from_bytes(sha256(text.encode()).digest()[:7], "big")
+
+
+def is_trouble(answer: Sequence[int]) -> bool:
+    """Whether ranks must stop, by the answer to a vote: the largest digest, minus the smallest, and whether others must."""
+    high, low, trouble, _ = answer
+    return high != -low or trouble > 0
 
 
 def difference(comm: Comm, facts: Mapping[Ranks, Facts]) -> str | None:

@@ -112,11 +112,14 @@ class Session:
         error = None
         try:
             self.prepare(groups, state)
+            if any(self.run.steps):
+                refuse_averages(groups)
         except Exception as e:
             error = e
         if error is None and self._agreed and not self._agreement.peers.comms:
             return True
-        intent = Intent(self.run, groups, self.settings, self.world(), all_ranks(None), self.process_group, error)
+        recorded, world = self.armed is not None, (self.world(), all_ranks(None), self.process_group)
+        intent = Intent(self.run, groups, self.settings, *world, recorded, error)
         self._agreed = self._agreement.reach(intent)
         return self._agreed
 
