@@ -460,9 +460,10 @@ def answers_on_a_device(late: bool) -> Iterator[None]:
 
 def one_rank_apart(layout: str, what: str, options: Options, late: bool) -> int:
     """After steps in order, rank 1 alone does something; the steps taken until all ranks stop."""
-    run = Run(layout, Case(options)).advance(1, 2)
-    saved = run.opt.state_dict()
-    step = 2
+    run = Run(layout, Case(options))
+    if what == "add under a monitor":
+        lather.Monitor(run.opt, every=1, to=list[Any]().append)
+    saved, step = run.advance(1, 2).opt.state_dict(), 2
     try:
         with answers_on_a_device(late):
             for step in (3, 4, 5):
@@ -477,18 +478,52 @@ def one_rank_apart(layout: str, what: str, options: Options, late: bool) -> int:
 
 def do_alone(run: Run, what: str, saved: Any) -> None:
     values = {"lr": 1.0, "eps": 0.5, "momentum": 0.9, "communication_dtype": "bfloat16", "stages": 0, "graft": "sgd"}
-    if what == "add":
+    if what.startswith("add"):
         run.opt.add_param_group({"params": [("extra", nn.Parameter(torch.ones(4, 4)))]})
     elif what == "load":
         run.opt.load_state_dict(saved)
     elif what == "move":  # what only this rank has to know
         for p in run.model.parameters():
             run.opt.state[p] = {name: view.clone() for name, view in run.opt.state[p].items()}
+    elif what == "eval":
+        run.opt.eval()
     elif what == "drift":
         p = local(run.model.get_parameter("scalar"))
         p.view(torch.int32).bitwise_xor_(1)
     else:
         run.opt.param_groups[0][what] = values[what]
+
+
+def miss_a_step(layout: str) -> dict[int, set[bool]]:
+    """Rank 1 misses a step because its plan is another. By owner: whether blocks moved on rank 0."""
+    run = Run(layout, Case({"weight_decay": 0.1, "momentum": 0.9})).advance(1, 2)
+    plan, before = run.opt._session.run.plan, [p.detach().clone() for p in run.opt.param_groups[0]["params"]]
+    found: dict[int, set[bool]] = {}
+    with answers_on_a_device(True):
+        run.set_grads(3)
+        if dist.get_rank() == 1:
+            do_alone(run, "add", None)
+        run.opt.step()
+    for block, owner in zip(plan.blocks, plan.owners, strict=True):
+        p, region = run.opt.param_groups[0]["params"][block.param], block.region
+        where = tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))
+        found.setdefault(owner, set()).add(not torch.equal(p[where], before[block.param][where]))
+    return found
+
+
+def steps_in_part_of_the_world() -> int:
+    """The all-reduces of a plain step of ranks 0 and 1, which are not all ranks."""
+    group, reduced = dist.new_group([0, 1]), 0
+    if dist.get_rank() < 2:
+        params = [nn.Parameter(noise(name, 0, (6, 4))) for name in "ab"]
+        opt = lather.Shampoo(params, **BASE, process_group=group)
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            with mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as seen:
+                opt.step()
+            reduced = seen.call_count
+    return reduced
 
 
 def uneven_inputs(how: str) -> int:

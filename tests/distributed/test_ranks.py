@@ -74,6 +74,28 @@ def test_one_rank_apart(what: str, late: bool, layout: str, options: cases.Optio
     refused(outcomes, WORDS.get(what, what), f"in step {4 if late else 3}")
 
 
+@pytest.mark.parametrize(
+    ("what", "options", "step"),
+    [
+        ("eval", {"averaging": "schedule_free", "momentum": 0.0}, 4),
+        ("add", {"on_nonfinite": "raise"}, 3),  # all ranks wait in every step
+        ("add under a monitor", {}, 4),
+    ],
+)
+def test_one_rank_apart_where_steps_have_more_collectives(what: str, options: cases.Options, step: int, pools: Pools) -> None:
+    outcomes = pools[2].attempt(cases.one_rank_apart, "ddp2", what, options, True, timeout=20)
+    refused(outcomes, "eval mode" if what == "eval" else "extra", f"in step {step}")
+
+
+def test_a_rank_that_misses_a_step_moves_nothing(pools: Pools) -> None:
+    moved, _ = pools[2].run(cases.miss_a_step, "ddp2", timeout=20)
+    assert moved == {0: {True}, 1: {False}}
+
+
+def test_one_mesh_takes_one_vote(pools: Pools) -> None:
+    assert pools[3].run(cases.steps_in_part_of_the_world, timeout=20) == [1, 1, 0]
+
+
 @places
 @pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
 def test_a_rank_that_plans_anew_for_itself(late: bool, layout: str, options: cases.Options, pools: Pools) -> None:
@@ -85,8 +107,8 @@ def test_a_rank_that_plans_anew_for_itself(late: bool, layout: str, options: cas
 @pytest.mark.parametrize(("check", "step"), [(True, 3), (1, 3), (4, 5)])
 @pytest.mark.parametrize(
     ("layout", "options"),
-    [*PLACES[:4], ("tp0x2", {}), ("hsdp22", {}), ("fsdp_tp22", {})],
-    ids=["ddp", "fsdp", "groups", "alone", "tp", "hsdp", "2d"],
+    [*PLACES[:4], ("tp0x2", {}), ("hsdp22", {}), ("hsdp22", {"num_trainers_per_group": 2}), ("fsdp_tp22", {})],
+    ids=["ddp", "fsdp", "groups", "alone", "tp", "hsdp", "hsdp groups", "2d"],
 )
 def test_drift(layout: str, options: cases.Options, check: int, step: int, pools: Pools) -> None:
     """One bit of a parameter changes on one rank."""

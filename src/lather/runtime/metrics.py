@@ -20,7 +20,6 @@ from ..methods.shampoo import factor_correction, factors_of, modes_of, refreshed
 from ..planning.plan import Spec
 from ..planning.schedule import age, started_slots
 from ..storage.averaging import exact_dtype
-from ..storage.step import Step
 from .ranks import Peers
 
 ELEMENTS = 1 << 24  # of factors that are looked at together
@@ -67,21 +66,22 @@ Table = dict[str, tuple[Names, Sequence[float]]]  # by parameter or kind: the me
 
 @final
 class Record:
-    """The rows of one step, on the device. ``rules`` says what made each param group."""
+    """The rows of one step, on the device. ``stored`` is what this rank stores of parameters, and ``rules`` says what made each
+    param group."""
 
-    def __init__(self, step: Step, specs: Sequence[Spec], rules: Sequence[str]) -> None:
+    def __init__(self, stored: Mapping[int, Tensor], specs: Sequence[Spec], rules: Sequence[str]) -> None:
         self._names = [spec.name for spec in specs]
         self._kinds = [_kind_of(rules[spec.group], spec.group) for spec in specs]
         self._rows: list[tuple[Sequence[int], Tensor]] = []  # parameters, and a row for each
         self._metrics: list[set[str]] = [set() for _ in specs]  # those that a parameter has
         alike: dict[Any, list[int]] = {}
-        for i, param in step.stored.params.items():
+        for i, param in stored.items():
             alike.setdefault((param.device, param.dtype), []).append(i)
         for (device, dtype), members in alike.items():
-            stored = [step.stored.params[i] for i in members]
-            sizes = torch._foreach_norm(stored, 2, torch.promote_types(dtype, torch.float32))
+            parts = [stored[i] for i in members]
+            sizes = torch._foreach_norm(parts, 2, torch.promote_types(dtype, torch.float32))
             squares = torch.stack(list(sizes)).to(exact_dtype(device)).square()
-            self._add(members, squares, Row(weight=squares, stored=from_host([x.numel() for x in stored], squares)))
+            self._add(members, squares, Row(weight=squares, stored=from_host([x.numel() for x in parts], squares)))
 
     def look(self, part: BoundSlice, job: Job, slots: slice, grads: Tensor) -> None:
         """Add the blocks of a slice, after their step. ``slots`` is their place in the job's lists."""

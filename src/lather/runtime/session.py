@@ -65,6 +65,8 @@ class Session:
         """Prepare a step. None if there is nothing to do."""
         self.consolidated = None
         if not self._prepare_together(groups, state):
+            if self.armed is not None:  # the others may gather what they record
+                self.record, self.armed = Record({}, [], ()), None
             return None
         run, grads = self.run, self.run.gradients()
         rates = [rate_of(group, settings) for group, settings in zip(groups, self.settings, strict=True)]
@@ -76,7 +78,7 @@ class Session:
         step = run.begin(grads, self.settings, rates, groups)
         if self.armed is None:
             return step
-        self.record, self.armed = Record(step, run.plan.specs, self.armed), None
+        self.record, self.armed = Record(step.stored.params, run.plan.specs, self.armed), None
         return replace(step, record=self.record)
 
     @property

@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -73,15 +74,17 @@ def local(tensor: Tensor) -> Tensor:
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
     """For each tensor the sum of the bits of this rank's part, read as whole numbers. Exact in any order. The host waits."""
-    sums = [_checksum(local(tensor)) for tensor in tensors]
-    return torch.stack([x.to(sums[0].device, non_blocking=True) for x in sums]).tolist() if sums else []
+    sums = [[chunk.sum(dtype=torch.int64) for chunk in _bits(local(tensor))] for tensor in tensors]
+    every = [x for some in sums for x in some]
+    found = iter(torch.stack([x.to(every[0].device) for x in every]).tolist() if every else [])
+    return [sum(islice(found, len(some))) % 2**64 for some in sums]
 
 
-def _checksum(part: Tensor) -> Tensor:
+def _bits(part: Tensor) -> Sequence[Tensor]:
+    """In chunks, because a sum makes a copy of what it adds up, in 64 bits."""
     bits = part.detach().view(_BITS[part.element_size()])
-    bits = bits if part.dim() else bits[None]
-    rows = max(1, _CHUNK * bits.shape[0] // max(1, bits.numel()))  # a sum makes a copy of what it adds up, in 64 bits
-    return torch.stack([chunk.sum(dtype=torch.int64) for chunk in torch.split(bits, rows)]).sum()
+    bits = bits.view(-1) if bits.is_contiguous() else bits
+    return torch.split(bits, max(1, _CHUNK * bits.shape[0] // max(1, bits.numel())))
 
 
 def local_gradient(grad: Any, param: Any, name: str) -> Tensor:
