@@ -122,13 +122,14 @@ class Agreement:
 
     def _vote(self, intent: Intent, due: bool, *, together: bool) -> bool:
         """Tell the others, and hear them. ``together``: all ranks wait for the answer. False if this rank is out of step."""
+        strict = any(settings.raise_on_nonfinite for settings in intent.settings)
         if not self.peers.comms:
+            self.strict = strict
             return True
         for comm in self.peers.comms:
             comm.check_alive()
         self._claim(intent, due)
         alarm = too_many(intent.run.banks, intent.settings) if self._calls % ALARM == 0 else None
-        strict = any(settings.raise_on_nonfinite for settings in intent.settings)
         answer = self.peers.vote([claim.digest for claim in self._claims], alarm, strict)
         if together or not _is_late(answer):
             self._hear(answer.tolist(), intent)
