@@ -13,7 +13,7 @@ from paper import PAPER, TODAY
 
 import lather
 from lather.planning.plan import Spec, Transport
-from lather.runtime.ranks import Comm, Peers, difference
+from lather.runtime.ranks import Comm, Peers, difference, is_trouble
 from lather.runtime.unit_plan import make_units
 from lather.settings import Settings
 
@@ -107,12 +107,37 @@ def test_small_things():
     comm = Comm((0,), torch.device("cuda", 0))
     assert comm.largest([3, -1]) == [3, -1]
     assert comm.collect({"a": 1}) == [{"a": 1}]
-    assert difference(comm, {"a": "b"}) is None
+    assert difference(comm, {(0,): {"a": "b"}}) is None
     peers = Peers([comm], (0,))
     assert peers.any(True) and not peers.any(False)
     assert peers.tell("a word") == "a word" and peers.tell(None) is None
-    assert peers.reduce_max(torch.ones((), device="cuda")).item() == 1
+    assert not is_trouble(peers.vote([5], None, False).tolist())
+    assert is_trouble(peers.vote([5], torch.tensor(True, device="cuda"), False).tolist())
+    assert peers.vote([5], None, True).tolist() == [5, -5, 0, 1]
     comm.check_alive()
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_votes_do_not_make_the_host_wait(monkeypatch):
+    """One rank votes with itself. Twelve steps, because the tenth looks at failures."""
+    peers = Peers([Comm((0,), torch.device("cuda", 0))], (0,))
+    monkeypatch.setattr("lather.runtime.agreement.find_peers", lambda *_: peers)
+    params = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in SHAPES]
+    opt = lather.Shampoo(params, **PAPER | {"precondition_frequency": 100, "max_preconditioner_dim": 32})
+    votes, reduce = [], dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda x, **options: (votes.append(x.numel()), reduce(x, **options))[1])
+    for step in range(12):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        votes.clear()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+        try:
+            opt.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert step == 0 or votes == [4]
+    assert opt._session._agreement._answer is not None
 
 
 def test_sharded_parameters(monkeypatch):

@@ -123,16 +123,16 @@ class Peers:
         """
         path = list(zip(self.comms, digests, strict=True))[::-1]  # the world, if it is a mesh, comes last and hears of all
         path += [] if self._in_one else [(comm, 0) for comm in self._path]
-        answer = torch.zeros(0, device="cpu")
+        answers: list[Tensor] = []
         for comm, digest in path:
             mine = torch.tensor([digest, -digest, 0, int(strict)], device="cpu").to(comm.device, non_blocking=True)
             if alarm is not None:
                 mine[2] = alarm
-            if answer.numel():
-                told = torch.stack([answer[2].maximum((answer[0] != -answer[1]).long()), answer[3]])
+            for high, low, trouble, heard in answers[-1:]:
+                told = torch.stack([trouble.maximum((high != -low).long()), heard])
                 mine[2:] = mine[2:].maximum(told.to(comm.device))
-            answer = comm.reduce_max(mine)
-        return answer
+            answers.append(comm.reduce_max(mine))
+        return answers[-1]
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank. The host waits."""
