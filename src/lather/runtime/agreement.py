@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..options import is_on_host
@@ -174,7 +175,8 @@ class Agreement:
         for comm, claim in zip(self.peers.comms, self._claims, strict=True):
             problem = difference(comm, {comm.ranks: claim.told()}) or problem
         self._stop(problem, intent.error)
-        raise RuntimeError(self.peers.tell(failures(intent.run.banks, intent.settings, intent.run.name_of)))
+        failed = self.peers.tell(failures(intent.run.banks, intent.settings, intent.run.name_of))
+        raise RuntimeError(failed or "a root failed to refresh more than max_failed_refreshes times in a row, on some rank")
 
     def _stop(self, problem: str | None, cause: Exception | None = None) -> None:
         """Raise the problem of any rank on all ranks."""
@@ -185,14 +187,16 @@ class Agreement:
     def _compare_values(self, intent: Intent) -> None:
         """Compare parameters between the ranks that hold the same part of them. The host waits for the device."""
         run, problem = intent.run, None
+        found: dict[Any, list[Ranks]] = {}  # sets of ranks that hold the same part, by layout
         for comm, claim in zip(self.peers.comms, self._claims, strict=True):
-            parts = [replicas(*layout_of(run.params[i], intent.world)) for i in claim.members]
-            shared = [i for i, sets in zip(claim.members, parts, strict=True) if sets]
-            sums = dict(zip(shared, checksums([run.params[i] for i in shared]), strict=True))
-            facts = dict[Ranks, dict[str, str]]()
-            for i, sets in zip(claim.members, parts, strict=True):
-                for ranks in sets:
-                    facts.setdefault(ranks, {})[f"the sum of the bits of parameter {run.name_of(i)}"] = str(sums[i])
+            layouts = {i: layout_of(run.params[i], intent.world) for i in claim.members}
+            found |= {layout: replicas(*layout) for layout in set(layouts.values()) - found.keys()}
+            shared = [i for i in claim.members if found[layouts[i]]]
+            facts: dict[Ranks, Facts] = {ranks: {} for i in shared for ranks in found[layouts[i]]}
+            for i, total in zip(shared, checksums([run.params[i] for i in shared]), strict=True):
+                for ranks in found[layouts[i]]:
+                    if dist.get_rank() in ranks:
+                        facts[ranks][f"the sum of the bits of parameter {run.name_of(i)}"] = str(total)
             problem = (difference(comm, facts) if facts else None) or problem
         self._stop(problem)
 
