@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..options import is_on_host
@@ -195,7 +194,7 @@ class Agreement:
             facts: dict[Ranks, Facts] = {ranks: {} for i in shared for ranks in found[layouts[i]]}
             for i, total in zip(shared, checksums([run.params[i] for i in shared]), strict=True):
                 for ranks in found[layouts[i]]:
-                    if dist.get_rank() in ranks:
+                    if comm.me in ranks:
                         facts[ranks][f"the sum of the bits of parameter {run.name_of(i)}"] = str(total)
             problem = (difference(comm, facts) if facts else None) or problem
         self._stop(problem)

@@ -34,6 +34,11 @@ class Comm:
         return self._group
 
     @property
+    def me(self) -> int:
+        """This rank."""
+        return dist.get_rank()
+
+    @property
     def host(self) -> torch.device:
         """Where small tensors that this group sends must be: on the host if it can send from there, else with the parameters."""
         return torch.device("cpu") if self._sends("cpu") else self._device
@@ -213,7 +218,7 @@ def difference(comm: Comm, facts: Mapping[Ranks, Facts]) -> str | None:
 
     ``facts`` are by sets of ranks that must agree. All ranks have the same sets, and count in those that they are in.
     """
-    mine = {ranks: digest(told) for ranks, told in facts.items() if dist.get_rank() in ranks}
+    mine = {ranks: digest(told) for ranks, told in facts.items() if comm.me in ranks}
     largest = comm.largest([sign * mine[ranks] if ranks in mine else ABSENT for sign in (1, -1) for ranks in facts])
     if all(high == -low for high, low in zip(largest[: len(facts)], largest[len(facts) :], strict=True)):
         return None
