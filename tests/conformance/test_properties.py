@@ -100,7 +100,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 @every_variant
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_stack_of_n_is_n_stacks_of_one(shape: Shape, options: Options) -> None:
-    start, grads = tensors([shape] * 4), gradients([shape] * 4, 8, keep=0.75)
+    start, grads = tensors([shape] * 3), gradients([shape] * 3, 7, keep=0.75)
     together = train(start, grads, options)
     for i, mine in enumerate(together):
         (alone,) = train(start[i : i + 1], [row[i : i + 1] for row in grads], options)

@@ -101,11 +101,13 @@ VARIANTS: dict[str, Options] = {
     "delayed": {"refresh_delay": 2},
     "delayed, staggered": {"refresh_delay": 3, "refresh": "staggered", "precondition_frequency": 4},
 }
+# What grafts have to do with. Each goes with every graft; the others with two in turn, and near the paper's options with a third.
+OF_GRAFTS = ("plain", "no filter", "sum", "nesterov's filter, uncorrected sum", "uncorrected", "elementwise", "start at 5", "never")
 CASES = {
     f"{base}, {variant}, {graft}": BASES[base] | changes | {"graft": graft}
     for number, (variant, changes) in enumerate(VARIANTS.items())
-    # Every graft with the first, two in turn with the second.
-    for base, grafts in (("adam", GRAFTS), ("heavy", (GRAFTS[number % 5], GRAFTS[(number + 2) % 5])))
+    for turn in ([GRAFTS[(number + i) % 5] for i in range(5)],)
+    for base, grafts in (("adam", turn if variant in OF_GRAFTS else turn[:2]), ("heavy", turn[2:3]))
     for graft in grafts
     if variant == "plain" or BASES[base] | changes != BASES[base]
 }
@@ -169,10 +171,14 @@ class Race:
         return worst
 
     def run(
-        self, live: Mapping[int, Options] = NEVER, spoil: Mapping[int, Mapping[int, float]] = NEVER, keep: float = 1.0
+        self,
+        live: Mapping[int, Options] = NEVER,
+        spoil: Mapping[int, Mapping[int, float]] = NEVER,
+        keep: float = 1.0,
+        steps: int = STEPS,
     ) -> float:
         """All steps, with options changed live and gradients spoilt at some of them; see `step`."""
-        for t in range(1, STEPS + 1):
+        for t in range(1, steps + 1):
             self.change(live.get(t, {}))
             self.step(keep, spoil.get(t, {}))
         return self.error()
@@ -184,7 +190,8 @@ def race(shapes: Sequence[Shape], options: Options, **conditions: Any) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_option_at_a_time(case: str) -> None:
-    race(FEW, CASES[case])
+    """Three refreshes and more, and all steps where their schedule changes with the steps."""
+    race(FEW, CASES[case], steps=STEPS if "warmed" in case or "late" in case else 13)
 
 
 @pytest.mark.parametrize("graft", GRAFTS)

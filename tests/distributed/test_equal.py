@@ -94,15 +94,18 @@ TRAINERS: list[tuple[str, int, Case]] = [
     ("hsdp22", 2, Case()),
     ("hsdp22", 2, EVERYTHING),
 ]
-EVERY_OPTION = ("ddp2", "fsdp3")
-EVERY_LAYOUT = ("base", "everything", "nan", "bfloat16, int8 wire", "tiny", "schedule free", "evaluated")
 MANY = [layout for layout in LAYOUTS if layout != "one"]
-PAIRS = [
-    (layout, name)
-    for layout in MANY
-    for name in CASES
-    if (layout in EVERY_OPTION or name in EVERY_LAYOUT) and not (name.startswith(("tiny", "split")) and layout.startswith("fsdp_"))
-]
+ALL_LAYOUTS = ("everything", "nan", "tiny", "schedule free", "evaluated")
+# What is stored, sent or missing, where gradients are whole and where they are in parts. All other options are about a block,
+# which is computed alike in both: they take turns.
+BOTH = ("base", "today", "decoupled", "l2", "gpa", "x kept", "bfloat16, schedule free", "bfloat16 state", "float64 state")
+BOTH += ("packed", "delayed", "kl", "soap", "spectral", "muon", "bfloat16", "three stages", "bfloat16 wire", "float16 wire")
+BOTH += ("int8 wire", "bfloat16, int8 wire", "checked", "elementwise", "split")
+TURNS = [name for name in CASES if name not in (*ALL_LAYOUTS, *BOTH)]
+PAIRS = [(layout, name) for layout in MANY for name in ALL_LAYOUTS if not (name == "tiny" and layout.startswith("fsdp_"))]
+PAIRS += [(layout, name) for layout in ("ddp2", "fsdp3") for name in BOTH]
+PAIRS += [(("ddp2", "fsdp3")[i % 2], name) for i, name in enumerate(TURNS)]
+PAIRS += [("hsdp22", "bfloat16, int8 wire"), ("fsdp_tp22", "bfloat16, int8 wire"), ("mixed4", "base"), ("tp1x2", "base")]
 
 
 def run(pools: Pools, layout: str, case: Case) -> dict[str, torch.Tensor]:
