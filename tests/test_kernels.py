@@ -77,7 +77,8 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(slices, "suits", lambda device, *rest: suits("cuda", *rest))
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for shapes, options in (([(256, 128), (9,)], {"momentum": 0.5}), ([(8, 8, 3)], {"merge_dims": False})):
+    models = (([(256, 128), (9,)], {"momentum": 0.5}), ([(8, 8, 3)], {"merge_dims": False}))
+    for shapes, options in models[: 1 if small else 2]:
         params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
         opt = lather.Shampoo(params, root="eigh", precondition_frequency=1, **options)
         for p in params:
@@ -89,6 +90,9 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     products.product(halves, halves, add=halves)
     products.frobenius(halves)
     products.decode(halves, one, 256)
+    assert {"gram", "symmetric"} <= loaded_ahead  # or what they take would say nothing
+    if small:
+        return
     monkeypatch.setattr(track, "has_kernels", lambda device: True)
     for d in (256, 40, 33):  # with a last tile that is whole, of half the width, and of one column
         track.cholesky_qr(torch.ones(1, d, d), 1.0)
@@ -98,4 +102,3 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
         for name, x in vars(module).items()
         if isinstance(x, triton.runtime.JITFunction) and x.__module__ == module.__name__ and name[0] != "_"
     }
-    assert {"gram", "symmetric"} <= loaded_ahead  # or what they take would say nothing

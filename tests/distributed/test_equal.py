@@ -95,17 +95,23 @@ TRAINERS: list[tuple[str, int, Case]] = [
     ("hsdp22", 2, EVERYTHING),
 ]
 MANY = [layout for layout in LAYOUTS if layout != "one"]
-ALL_LAYOUTS = ("everything", "nan", "tiny", "schedule free", "evaluated")
+ALL_LAYOUTS = ("everything", "tiny")
+KINDS = {  # every kind of layout
+    "nan": ("ddp2", "fsdp3", "hsdp22", "tp0x2", "fsdp_sub22", "mixed4"),
+    "schedule free": ("ddp3", "fsdp2", "fsdp3", "hsdp22", "tp1x2", "fsdp_tp22", "mixed2"),
+    "evaluated": ("ddp2", "fsdp4", "hsdp22", "tp0x2", "fsdp_tp22", "mixed4"),
+    "bfloat16, int8 wire": ("ddp2", "fsdp3", "hsdp22", "fsdp_sub22"),
+    "base": ("ddp2", "fsdp3", "tp1x2", "mixed4"),
+}
 # What is stored, sent or missing, where gradients are whole and where they are in parts. All other options are about a block,
 # which is computed alike in both: they take turns.
-BOTH = ("base", "today", "decoupled", "l2", "gpa", "x kept", "bfloat16, schedule free", "bfloat16 state", "float64 state")
-BOTH += ("packed", "delayed", "kl", "soap", "spectral", "muon", "bfloat16", "three stages", "bfloat16 wire", "float16 wire")
-BOTH += ("int8 wire", "bfloat16, int8 wire", "checked", "elementwise", "split")
-TURNS = [name for name in CASES if name not in (*ALL_LAYOUTS, *BOTH)]
+BOTH = ("today", "decoupled", "gpa", "bfloat16, schedule free", "bfloat16 state", "packed", "delayed", "soap", "muon", "bfloat16")
+BOTH += ("three stages", "bfloat16 wire", "int8 wire", "checked", "elementwise", "split")
+TURNS = [name for name in CASES if name not in (*ALL_LAYOUTS, *KINDS, *BOTH)]
 PAIRS = [(layout, name) for layout in MANY for name in ALL_LAYOUTS if not (name == "tiny" and layout.startswith("fsdp_"))]
+PAIRS += [(layout, name) for name, layouts in KINDS.items() for layout in layouts]
 PAIRS += [(layout, name) for layout in ("ddp2", "fsdp3") for name in BOTH]
 PAIRS += [(("ddp2", "fsdp3")[i % 2], name) for i, name in enumerate(TURNS)]
-PAIRS += [("hsdp22", "bfloat16, int8 wire"), ("fsdp_tp22", "bfloat16, int8 wire"), ("mixed4", "base"), ("tp1x2", "base")]
 
 
 def run(pools: Pools, layout: str, case: Case) -> dict[str, torch.Tensor]:
