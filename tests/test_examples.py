@@ -1,19 +1,28 @@
-"""The examples under real torchrun: stopped, killed, and resumed on another number of ranks."""
+"""The examples: stopped and killed under real torchrun, and resumed on another number of ranks.
+
+Where torchrun is not what is looked at, processes as it would start them are forked, because to start one takes longer than to
+train.
+"""
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import os
 import re
+import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
+from distributed.harness import Pool
 
 ROOT = Path(__file__).parent.parent
 SIZES = ("--width=16", "--layers=1", "--batch=12", "--context=32", "--lr=0.01", "--double")
@@ -58,6 +67,29 @@ def run(ranks: int, script: str, *flags: object) -> str:
     return output
 
 
+def fork(ranks: int, script: str, *flags: object) -> str:
+    """As ``run``, without torchrun. What rank 0 prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pool = Pool(ranks, port=port)
+    try:
+        return pool.run(play, port, script, [*TINY, *map(str, flags)], timeout=SECONDS)[0]
+    finally:
+        pool.close()
+
+
+def play(port: int, script: str, flags: list[str]) -> str:
+    """What a forked process does."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(alone | os.environ)
+    sys.path.insert(0, str(ROOT / "examples"))
+    sys.argv, printed = [script, *flags], io.StringIO()
+    with redirect_stdout(printed):
+        runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
+    return printed.getvalue()
+
+
 def held_out(output: str) -> list[float]:
     losses = [float(x) for x in re.findall(r"held-out (\S+)", output)]
     assert len(losses) > 1 and all(map(math.isfinite, losses)), output
@@ -73,17 +105,14 @@ def assert_same_end(file: Path, other: Path) -> None:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The final parameters of a run on one rank that nothing happened to."""
     file = tmp_path_factory.mktemp("undisturbed") / "final.pt"
-    run(1, "train_ddp.py", "--save-final", file)
+    fork(1, "train_ddp.py", "--save-final", file)
     return file
 
 
 def test_ddp_stops_on_2_ranks_and_resumes_on_3(undisturbed: Path, tmp_path: Path) -> None:
-    def go(ranks: int, *flags: object) -> str:
-        return run(ranks, "train_ddp.py", "--checkpoint", tmp_path / "run", *flags)
-
-    first = go(2, "--stop-after", 35)
+    first = run(2, "train_ddp.py", "--checkpoint", tmp_path / "run", "--stop-after", 35)
     assert "resumed" not in first and first.rstrip().endswith("saved step 35")
-    second = go(3, "--save-final", tmp_path / "final.pt")
+    second = fork(3, "train_ddp.py", "--checkpoint", tmp_path / "run", "--save-final", tmp_path / "final.pt")
     assert "resumed at step 35 on 3 ranks" in second
     assert held_out(second)[-1] < held_out(second)[0] < held_out(first)[0] - 0.5
     assert_same_end(tmp_path / "final.pt", undisturbed)
@@ -98,7 +127,7 @@ def test_killed_tensor_parallel_job_resumes_with_fsdp2_from_its_last_checkpoint(
     assert not any(map(alive, workers))
     (folder / "saving").mkdir(exist_ok=True)  # as if it had come in the middle of a checkpoint
 
-    output = run(3, "train_fsdp2.py", "--checkpoint", folder, "--save-final", tmp_path / "final.pt")
+    output = fork(3, "train_fsdp2.py", "--checkpoint", folder, "--save-final", tmp_path / "final.pt")
     resumed = int(re.search(r"resumed at step (\d+) on 3 ranks", output)[1])
     assert resumed in (20, 30, 40, 50)
     assert_same_end(tmp_path / "final.pt", undisturbed)

@@ -11,6 +11,7 @@ from distributed.harness import Pool
 
 # Read when the libraries are imported: nothing is fetched, and nothing reported.
 os.environ.update({"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"})
+PRELOAD = ["transformers.trainer", "peft", "lightning.pytorch", "accelerate"]
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,7 @@ def worlds() -> Iterator[dict[int, Pool]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    pools = {world: Pool(world, port=port) for world in (1, 2)}
+    pools = {world: Pool(world, port=port, preload=PRELOAD) for world in (1, 2)}
     yield pools
     for pool in pools.values():
         pool.close()

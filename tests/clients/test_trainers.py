@@ -35,29 +35,32 @@ def difference(results: list[dict[str, Any]], name: str = "again") -> float:
     return max(float((mine - whole).abs().max()) for mine, whole in pairs)
 
 
-@both
-@pytest.mark.parametrize("saving", SAVING)
-def test_transformers(worlds: Worlds, tmp_path: Path, world: int, saving: str) -> None:
-    results = worlds[world].run(call, "train_transformers", tmp_path, SAVING[saving], {})
+def rows(*rows: tuple[Any, int]) -> pytest.MarkDecorator:
+    """What, and the number of processes. Where there is one, nothing is gathered, whenever it is."""
+    ids = [f"{what}-{'two processes' if world == 2 else 'one process'}" for what, world in rows]
+    return pytest.mark.parametrize(("what", "world"), rows, ids=ids)
+
+
+@rows(("steps", 1), *((saving, 2) for saving in SAVING))
+def test_transformers(worlds: Worlds, tmp_path: Path, world: int, what: str) -> None:
+    results = worlds[world].run(call, "train_transformers", tmp_path, SAVING[what], {})
     assert difference(results) == 0.0
     for result in results:
         assert result["names"] == ["Shampoo", "Shampoo"]
-        assert result["saved"] == f"checkpoint-{FIRST[saving]}"
+        assert result["saved"] == f"checkpoint-{FIRST[what]}"
         assert not result["warned"]
 
 
-@both
-@pytest.mark.parametrize("saving", ["best", "steps and evaluations"])
-def test_transformers_averages(worlds: Worlds, tmp_path: Path, world: int, saving: str) -> None:
+@rows(("steps and evaluations", 1), ("best", 2))
+def test_transformers_averages(worlds: Worlds, tmp_path: Path, world: int, what: str) -> None:
     """Trainer evaluates the average, and saves in that mode."""
-    results = worlds[world].run(call, "train_transformers", tmp_path, SAVING[saving], AVERAGED)
+    results = worlds[world].run(call, "train_transformers", tmp_path, SAVING[what], AVERAGED)
     assert difference(results) == 0.0
     assert not any(result["warned"] for result in results)
 
 
-@both
-def test_peft(worlds: Worlds, tmp_path: Path, world: int) -> None:
-    results = worlds[world].run(call, "train_transformers", tmp_path, SAVING["steps"], {}, True)
+def test_peft(worlds: Worlds, tmp_path: Path) -> None:
+    results = worlds[2].run(call, "train_transformers", tmp_path, SAVING["steps"], {}, True)
     assert any("lora_A" in name for name in results[0]["whole"])
     assert difference(results) == 0.0
     assert not any(result["warned"] for result in results)
@@ -129,12 +132,11 @@ FORGET = {
 }
 
 
-@both
-@pytest.mark.parametrize("script", FORGET)
-def test_examples(worlds: Worlds, tmp_path: Path, world: int, script: str) -> None:
-    first = worlds[world].run(call, "run_example", tmp_path, script)
-    FORGET[script](tmp_path / script.replace("train_", "run-").removesuffix(".py"))
-    second = worlds[world].run(call, "run_example", tmp_path, script)
+@rows(("train_lightning.py", 1), ("train_accelerate.py", 1), *((script, 2) for script in FORGET))
+def test_examples(worlds: Worlds, tmp_path: Path, world: int, what: str) -> None:
+    first = worlds[world].run(call, "run_example", tmp_path, what)
+    FORGET[what](tmp_path / what.replace("train_", "run-").removesuffix(".py"))
+    second = worlds[world].run(call, "run_example", tmp_path, what)
     assert "resuming" not in first[0]["printed"] and "resuming" in second[0]["printed"]
     for result in (*first, *second):
         assert not result["warned"]

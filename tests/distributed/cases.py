@@ -216,7 +216,7 @@ class Case:
     groups: bool = False  # a param group for every decay mode, one of them with another graft
     optimizer: str = "shampoo"
     model: str = "toy"
-    steps: int = 12  # three refreshes of the roots
+    steps: int = 9  # two refreshes of the roots
 
 
 class Run:

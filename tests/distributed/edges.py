@@ -315,7 +315,7 @@ def wrapped_then_swapped(options: Options) -> Stored:
     run.opt.load_state_dict(run.opt.state_dict())
     layout = f"fsdp{dist.get_world_size()}"
     run.places = Run(layout, Case(options)).places
-    return run.advance(1, 12).stored()
+    return run.advance(1, run.case.steps).stored()
 
 
 def pickled() -> bytes:

@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -66,9 +66,12 @@ class Outcome:
 class Pool:
     """The processes of one world size, started with the first case."""
 
-    def __init__(self, world: int, *, port: int | None = None) -> None:
-        """``port``: processes have no process group but the environment of torchrun, or of a single process for a world of one."""
-        self.world, self._port = world, port
+    def __init__(self, world: int, *, port: int | None = None, preload: Sequence[str] = ()) -> None:
+        """``port``: processes have no process group but the environment of torchrun, or of a single process for a world of one.
+
+        ``preload``: modules that are imported once for all processes, if this is the first pool.
+        """
+        self.world, self._port, self._preload = world, port, preload
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -125,7 +128,7 @@ class Pool:
             return
         self._folder = tempfile.TemporaryDirectory(prefix="lather-")
         context = multiprocessing.get_context("forkserver")  # torch is imported once, and no thread is forked
-        context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload([*PRELOAD, *self._preload])
         for rank in range(self.world):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.world, self._folder.name, there, self._port), daemon=True)

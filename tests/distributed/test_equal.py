@@ -97,15 +97,24 @@ TRAINERS: list[tuple[str, int, Case]] = [
     ("hsdp22", 2, Case()),
     ("hsdp22", 2, EVERYTHING),
 ]
-EVERY_OPTION = ("ddp2", "fsdp3")
-EVERY_LAYOUT = ("base", "everything", "nan", "bfloat16, int8 wire", "tiny", "schedule free", "evaluated")
 MANY = [layout for layout in LAYOUTS if layout != "one"]
-PAIRS = [
-    (layout, name)
-    for layout in MANY
-    for name in CASES
-    if (layout in EVERY_OPTION or name in EVERY_LAYOUT) and not (name.startswith(("tiny", "split")) and layout.startswith("fsdp_"))
-]
+ALL_LAYOUTS = ("everything", "tiny")
+KINDS = {  # every kind of layout
+    "nan": ("ddp2", "fsdp3", "hsdp22", "tp0x2", "fsdp_sub22", "mixed4"),
+    "schedule free": ("ddp3", "fsdp2", "fsdp3", "hsdp22", "tp1x2", "fsdp_tp22", "mixed2"),
+    "evaluated": ("ddp2", "fsdp4", "hsdp22", "tp0x2", "fsdp_tp22", "mixed4"),
+    "bfloat16, int8 wire": ("ddp2", "fsdp3", "hsdp22", "fsdp_sub22"),
+    "base": ("ddp2", "fsdp3", "tp1x2", "mixed4"),
+}
+# What is stored, sent or missing, where gradients are whole and where they are in parts. All other options are about a block,
+# which is computed alike in both: they take turns.
+BOTH = ("today", "decoupled", "gpa", "bfloat16, schedule free", "bfloat16 state", "packed", "delayed", "soap", "muon", "bfloat16")
+BOTH += ("three stages", "bfloat16 wire", "int8 wire", "checked", "elementwise", "split")
+TURNS = [name for name in CASES if name not in (*ALL_LAYOUTS, *KINDS, *BOTH)]
+PAIRS = [(layout, name) for layout in MANY for name in ALL_LAYOUTS if not (name == "tiny" and layout.startswith("fsdp_"))]
+PAIRS += [(layout, name) for name, layouts in KINDS.items() for layout in layouts]
+PAIRS += [(layout, name) for layout in ("ddp2", "fsdp3") for name in BOTH]
+PAIRS += [(("ddp2", "fsdp3")[i % 2], name) for i, name in enumerate(TURNS)]
 
 
 def run(pools: Pools, layout: str, case: Case) -> dict[str, torch.Tensor]:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from . import cases, saving
 from .cases import LAYOUTS, Case, Run
 from .harness import Pool, Pools
-from .saving import MIDDLE, Way
+from .saving import MIDDLE, STEPS, Way
 
-CASE = Case({"momentum": 0.9, "weight_decay": 0.1, "refresh": "staggered"}, gaps=True, steps=16)
+CASE = Case({"momentum": 0.9, "weight_decay": 0.1, "refresh": "staggered"}, gaps=True, steps=STEPS)
 
 
 def die_after_saving(layout: str, path: Path) -> None:
@@ -27,7 +27,7 @@ def die_after_saving(layout: str, path: Path) -> None:
     run.advance(MIDDLE + 4, CASE.steps)
 
 
-@pytest.mark.parametrize(("before", "after"), [("ddp3", "ddp2"), ("fsdp4", "fsdp3"), ("hsdp22", "fsdp2")])
+@pytest.mark.parametrize(("before", "after"), [("ddp3", "ddp2"), ("hsdp22", "fsdp3")])
 def test_the_job_goes_on_with_fewer_ranks(before: str, after: str, pools: Pools, tmp_path: Path) -> None:
     doomed = Pool(LAYOUTS[before].world)
     outcomes = doomed.attempt(die_after_saving, before, tmp_path / "saved")

@@ -65,8 +65,12 @@ def steps_counted(layout: str, options: Options) -> tuple[lather.PlanReport, Cou
     return run.opt.plan(), plain, refreshing
 
 
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+MANY = [name for name in LAYOUTS if name != "one"]
+ROWS = [(layout, wire) for layout in MANY for wire in ("float32", "local")]
+ROWS += [(layout, ("bfloat16", "int8")[i % 2]) for i, layout in enumerate(MANY)]
+
+
+@pytest.mark.parametrize(("layout", "wire"), ROWS)
 def test_bytes_are_those_of_the_plan(layout: str, wire: str, pools: Pools) -> None:
     options = WIRES[wire]
     for report, plain, refreshing in pools[LAYOUTS[layout].world].run(steps_counted, layout, options):

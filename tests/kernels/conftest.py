@@ -1,7 +1,7 @@
 """Kernels on the CPU, under Triton's interpreter, in small tiles.
 
-The interpreter has to be asked for before Triton is imported, so these tests have a process of their own, which
-tests/test_kernels.py starts. By hand: TRITON_INTERPRET=1 python -m pytest tests/kernels
+The interpreter has to be asked for before Triton is imported, so these tests have processes of their own, which
+tests/test_kernels.py and tests/test_kernels_executor.py start. By hand: TRITON_INTERPRET=1 python -m pytest tests/kernels
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,18 +44,32 @@ def interpret(set_: Callable[[Any, str, Any], None]) -> None:
     for module in (slices, tables, kernel_executor):
         for name in small.keys() & vars(module).keys():
             set_(module, name, small[name])
-    _patch_once_per_launch(set_)
+    _hurry(set_)
 
 
-def _patch_once_per_launch(set_: Callable[[Any, str, Any], None]) -> None:
-    """The interpreter puts its functions into triton.language at every call of a function of a kernel, which takes half of its
-    time. Here it does so at every launch, also for the functions that are Triton's own."""
+def _hurry(set_: Callable[[Any, str, Any], None]) -> None:
+    """What takes most of the interpreter's time and none of its results.
+
+    It puts its functions into triton.language at every call of a function of a kernel: here at every launch, also for the
+    functions that are Triton's own. It looks for integers that overflow, which so small numbers do not, and makes a table of
+    all dtypes whenever it wants one of them.
+    """
     import triton.language as tl
     from triton.runtime import interpreter
 
     patch, everything = interpreter._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     set_(interpreter, "_patch_lang", lambda kernel: patch(everything))
     set_(interpreter.InterpretedFunction, "__call__", lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs))
+    builder, dtype_of, dtypes = interpreter.interpreter_builder, interpreter._get_np_dtype, dict[str, Any]()
+    set_(builder, "options", replace(builder.options, sanitize_overflow=False))
+
+    def found(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in dtypes:
+            dtypes[name] = dtype_of(kind)
+        return dtypes[name]
+
+    set_(interpreter, "_get_np_dtype", found)
 
 
 _counted: set[str] = set()

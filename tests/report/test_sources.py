@@ -105,7 +105,7 @@ def test_small_versions_of_tables(name: str) -> None:
     check_bytes(on_meta(SMALL[name]), SMALL[name](), max_preconditioner_dim=48)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama-70b"])  # the largest is planned in tests/test_docs.py
 def test_tables(name: str) -> None:
     """As the optimizer itself would plan. It has a place for every parameter, and no more state than six times its size or so."""
     model = load(name)

@@ -151,16 +151,17 @@ def evaluated(report: lather.TuneReport, model: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("made")
-@pytest.mark.parametrize("name", ["gpt2", "resnet50"])
 @pytest.mark.parametrize(
-    "budgets",
+    ("name", "budgets"),
     [
-        {},
-        {"memory": "40GB", "step_ms": 70, "overhead": "10%"},
-        {"memory": "3GiB", "step_ms": 100, "forward_backward": 60},
-        {"overhead": 0.2, "forward_backward": 60},
-        {"overhead": 0.2, "forward_backward": 60, "memory": "1MB"},
-        {"step_ms": 5},
+        ("gpt2", {}),
+        ("resnet50", {}),
+        ("gpt2", {"memory": "40GB", "step_ms": 70, "overhead": "10%"}),
+        ("gpt2", {"memory": "3GiB", "step_ms": 100, "forward_backward": 60}),
+        ("resnet50", {"memory": "3GiB", "step_ms": 100, "forward_backward": 60}),
+        ("gpt2", {"overhead": 0.2, "forward_backward": 60}),
+        ("resnet50", {"overhead": 0.2, "forward_backward": 60, "memory": "1MB"}),
+        ("gpt2", {"step_ms": 5}),
     ],
 )
 def test_recommendations(name: str, budgets: dict[str, Any]) -> None:
@@ -350,7 +351,7 @@ def test_the_model_stays_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), rng)
 
 
-@pytest.mark.parametrize("options", [{}, {"refresh_delay": 6}, {"preset": "soap"}, {"preset": "from_sgd", "momentum": 0.9}])
+@pytest.mark.parametrize("options", [{"refresh_delay": 6, "preset": "from_sgd", "momentum": 0.9}, {"preset": "soap"}])
 def test_real_steps(options: dict[str, Any]) -> None:
     report = lather.tune(net(), **options)
     assert all(0 < row.mean_ms <= row.largest_ms for row in report.rows if row.mean_ms and row.largest_ms)
