@@ -104,7 +104,7 @@ class Shampoo(torch.optim.Optimizer):
         process_group: Any = None,
         num_trainers_per_group: int | None = None,
         stages: int = 1,
-        check_ranks: int = False,
+        check_ranks: bool | int = False,
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
@@ -119,7 +119,7 @@ class Shampoo(torch.optim.Optimizer):
             params = route(params)
         self._rules: list[str] = []  # what made each param group, for reports; not in checkpoints
         trainers = None if num_trainers_per_group is None else whole("num_trainers_per_group", num_trainers_per_group)
-        period = check_ranks if isinstance(check_ranks, bool) else whole("check_ranks", check_ranks)
+        period = check_ranks if check_ranks in (0, 1) else whole("check_ranks", check_ranks)  # True is more than 1
         self._session = Session(process_group, trainers, whole("stages", stages), period)
         super().__init__(params, {name: given[name] for name in OPTIONS})
         warn_of_tables(group for group, rule in zip(self.param_groups, self._rules, strict=True) if not rule)

@@ -115,8 +115,37 @@ def test_files_from_before_the_option_load_without_it() -> None:
     fresh = make(torch.bfloat16)[0]
     fresh.load_state_dict(saved)
     assert fresh.param_groups[0]["master_weights"] is False
-    with pytest.raises(ValueError, match="master_weights"):
-        make(torch.bfloat16, master_weights=True)[0].load_state_dict(saved)
+
+
+def test_they_may_begin_in_the_middle_of_a_run() -> None:
+    """And in a run that has some, they begin anew with a file that has none."""
+    opt, params = make(torch.bfloat16)
+    for step in range(1, 4):
+        take(opt, params, step)
+    saved, found = copy.deepcopy(opt.state_dict()), []
+    for steps in (0, 2):
+        other, others = make(torch.bfloat16, master_weights=True)
+        for step in range(1, 1 + steps):
+            take(other, others, step)
+        with torch.no_grad():
+            for p, q in zip(params, others, strict=True):
+                q.copy_(p)
+        other.load_state_dict(saved)
+        assert other.param_groups[0]["master_weights"] is True
+        take(other, others, 4)
+        found.append(masters(other, others))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def test_a_new_optimizer_takes_them_over() -> None:
+    opt, params = make(torch.bfloat16, master_weights=True)
+    take(opt, params, 1)
+    (fresh, _), (running, others) = make(torch.bfloat16), make(torch.bfloat16)
+    fresh.load_state_dict(opt.state_dict())
+    assert fresh.param_groups[0]["master_weights"] is True
+    take(running, others, 1)
+    with pytest.raises(ValueError, match="master_weights=True"):
+        running.load_state_dict(opt.state_dict())
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)

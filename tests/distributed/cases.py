@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint import state_dict as api
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -408,6 +409,45 @@ def step_without_a_gradient(layout: str, name: str) -> None:
     if dist.get_rank() == 1:
         run.model.get_parameter(name).grad = None
     run.opt.step()
+
+
+def gradients_on_one_rank(layout: str, options: Options) -> dict[str, Tensor]:
+    """In some steps one rank lacks gradients, and applies what the owner of a block sends."""
+    run = Run(layout, Case(options, dtype=torch.bfloat16))
+    for step in range(1, 7):
+        run.set_grads(step)
+        if dist.get_rank() == 1 and step % 2 == 0:
+            run.model.get_parameter("up.weight").grad = run.model.get_parameter("scalar").grad = None
+        run.opt.step()
+    return {name: local(p).clone() for name, p in run.model.named_parameters()}
+
+
+def weights_of_their_own(probed: bool) -> None:
+    """Replicas differ. Torch's checkpoint code makes the state before they are loaded."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(4, 5)
+    opt = lather.Shampoo(model.named_parameters(), **BASE)
+    if probed:
+        api.get_optimizer_state_dict(model, opt)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()
+
+
+def a_sparse_gradient() -> None:
+    p = nn.Parameter(torch.ones(4, 3))
+    opt = lather.Shampoo([("table", p)], **BASE)
+    p.grad = torch.ones(4, 3).to_sparse() if dist.get_rank() == 1 else torch.ones(4, 3)
+    opt.step()
+
+
+def eval_before_the_first_step() -> None:
+    p = nn.Parameter(torch.ones(4, 3))
+    opt = lather.Shampoo([("weight", p)], **BASE | {"averaging": "schedule_free"})
+    p.grad = torch.ones(4, 3)
+    if dist.get_rank() == 1:
+        opt.eval()
+    opt.step()
 
 
 def step_of_another_shape() -> None:

@@ -49,6 +49,25 @@ def test_a_step_that_one_rank_records_for_itself(pools: Pools) -> None:
     assert pools[2].run(cases.monitored_steps, "ddp2", timeout=20) == [[1, 4, 9], []]
 
 
+@pytest.mark.parametrize("options", [{}, {"master_weights": True}, {"momentum": 0.9}], ids=str)
+def test_replicas_stay_equal_if_a_gradient_is_missing(options: cases.Options, pools: Pools) -> None:
+    cases.assert_same(*pools[2].run(cases.gradients_on_one_rank, "ddp2", options, timeout=20))
+
+
+@pytest.mark.parametrize("probed", [False, True])
+def test_weights_that_differ_in_the_first_step(probed: bool, pools: Pools) -> None:
+    """Not before it: torch's checkpoint code makes state by a step that is none, and then loads the weights."""
+    refused(pools[2].attempt(cases.weights_of_their_own, probed, timeout=10), "bits of parameter weight")
+
+
+def test_a_sparse_gradient_on_one_rank(pools: Pools) -> None:
+    refused(pools[2].attempt(cases.a_sparse_gradient, timeout=10), "rank 1 cannot take this step", "table has a sparse gradient")
+
+
+def test_eval_mode_on_one_rank_before_the_first_step(pools: Pools) -> None:
+    refused(pools[2].attempt(cases.eval_before_the_first_step, timeout=10), "train mode of param group 0")
+
+
 def test_parameters(pools: Pools) -> None:
     refused(pools[2].attempt(cases.step_of_another_shape, timeout=10), "weight")
 

@@ -13,11 +13,12 @@ from ..planning.blocks import Block
 from ..planning.layouts import replicas
 from ..planning.plan import Plan, largest_first
 from ..settings import Settings
+from ..storage.averaging import is_training
 from ..storage.tensors import checksums, describe, groups_of, layout_of
 from .exchange import Collective
 from .health import failures, to_host, too_many
 from .parameters import Groups, name_of, stored_items
-from .ranks import Comm, Facts, Peers, Ranks, difference, digest, is_trouble
+from .ranks import MADE, PLAN, Comm, Facts, Peers, Ranks, difference, digest, is_trouble
 from .run import Run
 
 ALARM = 10  # steps between looks at the failures of all ranks
@@ -89,6 +90,7 @@ class Agreement:
         self.strict = False  # whether some rank has on_nonfinite="raise"
         self.loads = 0  # checkpoints that were loaded, or refused
         self._given, self._calls, self._loads = given, 0, 0
+        self._due, self._compared = True, False  # whether values are to be compared in this step, and whether they ever were
         self._plan: Plan | None = None  # the last one that ranks agreed on, and the collectives of its steps
         self._collectives: list[Collective] = []
         self._claims: list[Claim] = []  # at the last vote, by mesh
@@ -102,7 +104,7 @@ class Agreement:
         if answer is not None:  # to the vote before the last step
             self._hear(_arrived(answer), intent)
         period = int(self._given["check_ranks"])
-        due = calls == 0 or (period > 0 and calls % period == 0)
+        self._due = due = not self._compared or (period > 0 and calls % period == 0)
         if not self._vote(intent, due, together=due or self.strict):
             return False
         if error is not None or run.plan is not self._plan:
@@ -116,8 +118,6 @@ class Agreement:
             run.connect()
             self._plan, self._collectives = run.plan, run.collectives()
         self._loads = self.loads
-        if due and self.peers.comms:
-            self._compare_values(intent)
         return True
 
     def _vote(self, intent: Intent, due: bool, *, together: bool) -> bool:
@@ -147,7 +147,7 @@ class Agreement:
         """Make up what to tell in this step."""
         run, error = intent.run, intent.error
         if error is not None:
-            failed = {"the plan": f"{type(error).__name__}: {error}"}
+            failed = {PLAN: f"{type(error).__name__}: {error}"}
             self._claims, self._claimed = [Claim([], [], failed, {}) for _ in self.peers.comms], None
             return
         if self._claimed is not run.plan:
@@ -157,6 +157,7 @@ class Agreement:
         for claim in self._claims:
             told = {"the number of calls of step()": str(self._calls), "the number of calls of load_state_dict": str(self.loads)}
             told |= {f"lr of param group {g}": _rate(intent.groups[g]["lr"], due) for g in claim.groups}
+            told |= {f"train mode of param group {g}": str(is_training(intent.groups[g])) for g in claim.groups}
             if thorough or self._calls == 1:
                 told["recording this step (lather.Monitor, opt.arm())"] = str(intent.recorded)
             if thorough or self.loads != self._loads:
@@ -183,12 +184,14 @@ class Agreement:
         if problem is not None:
             raise ValueError(problem) from cause
 
-    def _compare_values(self, intent: Intent) -> None:
-        """Compare parameters between the ranks that hold the same part of them. The host waits for the device."""
-        run, problem = intent.run, None
+    def compare_values(self, run: Run, world: Ranks) -> None:
+        """If that is due, compare parameters between the ranks that hold the same part of them. The host waits for the device."""
+        if not self._due or not self.peers.comms:
+            return
+        problem = None
         found: dict[Any, list[Ranks]] = {}  # sets of ranks that hold the same part, by layout
         for comm, claim in zip(self.peers.comms, self._claims, strict=True):
-            layouts = {i: layout_of(run.params[i], intent.world) for i in claim.members}
+            layouts = {i: layout_of(run.params[i], world) for i in claim.members}
             found |= {layout: replicas(*layout) for layout in set(layouts.values()) - found.keys()}
             shared = [i for i in claim.members if found[layouts[i]]]
             facts: dict[Ranks, Facts] = {ranks: {} for i in shared for ranks in found[layouts[i]]}
@@ -198,6 +201,7 @@ class Agreement:
                         facts[ranks][f"the sum of the bits of parameter {run.name_of(i)}"] = str(total)
             problem = (difference(comm, facts) if facts else None) or problem
         self._stop(problem)
+        self._compared = True
 
 
 def make_claim(run: Run, world: Ranks, ranks: Ranks, given: Mapping[str, Any]) -> Claim:
@@ -206,7 +210,7 @@ def make_claim(run: Run, world: Ranks, ranks: Ranks, given: Mapping[str, Any]) -
     repeated = given["num_trainers_per_group"] is not None  # a block has several owners, which must refresh it in the same way
     mine = [i for i, p in enumerate(params) if _mesh(p, world) == ranks]
     groups = sorted({plan.specs[i].group for i in mine})
-    facts = {"the plan": "made"} | {name: str(value) for name, value in given.items()}
+    facts = {PLAN: MADE} | {name: str(value) for name, value in given.items()}
     facts |= {f"parameter number {k}": f"{plan.specs[i].name} {describe(params[i])}" for k, i in enumerate(mine)}
     schedule: dict[int, int] = {}
     for g in groups:

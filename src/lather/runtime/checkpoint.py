@@ -133,7 +133,8 @@ LATER_KINDS = "position", "router", "depthwise", "fused", "experts"
 def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]], *, started: bool) -> None:
     """Refuse param groups that were not made for this optimizer.
 
-    One that has not ``started`` takes over how dimensions are cut: checkpoints of version 1 have other blocks.
+    One that has not ``started`` takes over how dimensions are cut, as checkpoints of version 1 have other blocks, and master
+    weights. Where it has master weights, any file will do: parameters stand in for them.
     """
     sizes, ours = [len(group["params"]) for group in saved], [len(group["params"]) for group in live]
     if sizes != ours:
@@ -144,7 +145,8 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
         )
     for number, (theirs, mine) in enumerate(zip(saved, live, strict=True)):
         _check_kept(theirs, number)
-        for name in STRUCTURAL if started else (name for name in STRUCTURAL if name != "block_multiple"):
+        free = {"block_multiple", "master_weights"} if not started else {"master_weights"} if mine["master_weights"] else set()
+        for name in (name for name in STRUCTURAL if name not in free):
             if OPTIONS[name].check(name, theirs[name]) != mine[name]:  # a tuple may come back as a list
                 raise ValueError(
                     f"param group {number} of the checkpoint was saved with {name}={theirs[name]!r} but the optimizer has "

@@ -12,6 +12,7 @@ from torch import Tensor
 
 Ranks = tuple[int, ...]
 Facts = dict[str, str]  # what a rank tells about itself, in words
+PLAN, MADE = "the plan", "made"  # a fact of every rank; one that has no plan says why instead
 
 ABSENT = -(2**62)  # less than any digest, and than any digest's negative
 
@@ -228,6 +229,9 @@ def difference(comm: Comm, facts: Mapping[Ranks, Facts]) -> str | None:
         for label in dict.fromkeys(label for theirs in longest_first for label in theirs):
             values = {rank: told[rank][ranks].get(label, "missing") for rank in ranks}
             other = next((rank for rank in ranks if values[rank] != values[ranks[0]]), None)
+            if other is not None and label == PLAN:
+                failed = next(rank for rank in ranks if values[rank] != MADE)
+                return f"rank {failed} cannot take this step: {values[failed]}"
             if other is not None:
                 return (
                     f"ranks disagree about {label}: {values[ranks[0]]} on rank {ranks[0]} but {values[other]} on rank {other}; "

@@ -47,6 +47,14 @@ class Run:
 
     # A step.
 
+    def refuse_sparse(self) -> None:
+        for i, p in enumerate(self.params):
+            if p.grad is not None and p.grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"parameter {self.name_of(i)} has a sparse gradient; use a dense one (sparse=False in nn.Embedding), or "
+                    "train this parameter with torch.optim.SparseAdam"
+                )
+
     def gradients(self) -> dict[int, Tensor]:
         """This rank's part of every gradient, by parameter."""
         grads = {}
@@ -54,11 +62,6 @@ class Run:
             grad = p.grad
             if grad is None:
                 continue
-            if grad.layout is not torch.strided:
-                raise RuntimeError(
-                    f"parameter {self.name_of(i)} has a sparse gradient; use a dense one (sparse=False in nn.Embedding), or "
-                    "train this parameter with torch.optim.SparseAdam"
-                )
             grads[i] = local_gradient(grad, p, self.name_of(i)) if self.sharded[i] else grad
         return grads
 
@@ -81,7 +84,7 @@ class Run:
 
     def end(self, step: Step) -> None:
         """Count a step that is done. One that raised before does not count."""
-        if moved := [i for i in self._masters if i in step.grads]:
+        if moved := [i for i in self._masters if self.comms or i in step.grads]:  # an owner may have had a gradient
             torch._foreach_copy_([local(self.params[i]) for i in moved], [self._masters[i] for i in moved])
         even = len(step.grads) == len(self.steps)
         self.counter += 1 if even else torch.tensor([i in step.grads for i in range(len(self.steps))], device="cpu")
@@ -130,6 +133,9 @@ class Run:
     def load(self, entries: Entries, groups: Groups, settings: Sequence[Settings]) -> None:
         """Copy a checkpoint into the live state. Averaged parameters then hold what their mode calls for."""
         self.averages.before_load(groups)
+        for p, views in zip(self.params, self.views, strict=True):
+            if "master" in views and "master" not in entries.get(p, {}):
+                local(views["master"]).zero_()  # the parameter stands in for it
         self.copy(entries)
         for i in self.averages.after_load(self.steps, groups):
             self._copy(entries, i, {"y": self.params[i].detach()})

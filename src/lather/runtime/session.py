@@ -72,6 +72,7 @@ class Session:
         rates = [rate_of(group, settings) for group, settings in zip(groups, self.settings, strict=True)]
         if (not grads and not self._agreement.peers.comms) or self._is_probe(grads, groups):
             return None
+        self._agreement.compare_values(run, self.world())
         refuse_averages(groups)
         if self._agreement.strict:
             refuse_nonfinite(grads, run, self.settings, self._agreement.peers)
@@ -114,6 +115,7 @@ class Session:
         error = None
         try:
             self.prepare(groups, state)
+            self.run.refuse_sparse()
             if any(self.run.steps):
                 refuse_averages(groups)
         except Exception as e:
@@ -299,6 +301,7 @@ class Session:
         ids = checkpoint.ids_by_name(saved, groups)
         for theirs, mine in zip(saved, groups, strict=True):
             theirs |= {name: mine[name] for name in ("params", "param_names") if name in mine}
+            theirs["master_weights"] |= mine["master_weights"]
         params = [p for group in groups for p in group["params"]]
         entries = {p: saved_state.get(i, {}) for p, i in zip(params, ids, strict=True)}
         trainable = self._trainable(groups, state, {p for p, entry in entries.items() if entry})
