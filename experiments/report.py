@@ -109,7 +109,7 @@ class Group(NamedTuple):
     seeds: str  # how many that are
 
     def steps(self) -> list[int]:
-        """Those at which the seed was looked at that was looked at least often."""
+        """The steps of the seed with the fewest looks."""
         return min(([look["step"] for look in finished.looks] for finished in self.runs), key=len)
 
     def values(self, name: str) -> Tensor:
@@ -282,9 +282,10 @@ def summary(results: pathlib.Path) -> str:
             continue
         row: Row = {name: one.end(section.measure) for name, one in longest.items()}
         row |= {"task": f"{section.title}: {section.measure.word}", "base": row.get("adamw", row.get("sgd"))}
-        row["reach"] = reach(longest["shampoo"], section.measure, rival(section, groups))
+        found, unit = reach(longest["shampoo"], section.measure, rival(section, groups)), groups[0].runs[0].run.unit
+        row["reach"] = found.replace(" (", f" {unit} (")
         rows.append(row)
-    last = "steps to Muon's end (ResNet-18: epochs to SGD's)"
+    last = "reaches Muon's end (ResNet-18: SGD's) after"
     heads = {"task": "task", "base": "AdamW or SGD", "muon": "Muon", "shampoo": "lather", "reach": last}
     return f"\n{table([(head, blank(key)) for key, head in heads.items()], rows)}\n"
 

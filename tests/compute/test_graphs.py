@@ -80,7 +80,7 @@ def test_replays_on_two_streams_take_turns(cuda, monkeypatch):
     first, second, turns = Stream(), Stream(), Turns()
     for stream in (first, first, second, second, first):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda stream=stream: stream)
-        turns.take()
+        turns.replay(torch.cuda.CUDAGraph())
     assert (first.waited, second.waited) == ([second], [first])
 
 

@@ -1,5 +1,6 @@
 """CUDA graphs of launches that are always the same, with branches for what is independent."""
 
+import threading
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -17,8 +18,8 @@ BRANCHES = 4  # of a graph, at most: libraries keep 32 MiB for every stream
 class Graphs:
     """CUDA graphs by key. What is launched a second time under the same key is captured. Then and later it is replayed.
 
-    Captures use the same streams every time, because graphs share memory only if they were captured on the same stream. Nor do
-    libraries keep more than one workspace for a stream, so graphs of two optimizers share those too.
+    Captures use the same streams every time, because graphs share memory only if they were captured on the same stream. Libraries
+    keep one workspace for each stream, so graphs of two optimizers share those too.
     """
 
     MOST = 1024  # keys; beyond that, something changes on every step
@@ -47,8 +48,7 @@ class Graphs:
                 warnings.warn(f"CUDA graphs are not used, because a capture failed: {error}", stacklevel=2)
                 launch()
                 return
-        turns_on(torch.cuda.current_device()).take()
-        self._graphs[key].replay()
+        turns_on(torch.cuda.current_device()).replay(self._graphs[key])
 
     def _capture(self, launch: Callable[[], None]) -> Any:
         """Not by ``torch.cuda.graph``, which collects garbage and empties the cache of memory first."""
@@ -76,12 +76,15 @@ class Turns:
 
     def __init__(self) -> None:
         self._last: Any = None  # the stream of the last replay
+        self._lock = threading.Lock()
 
-    def take(self) -> None:
+    def replay(self, graph: Any) -> None:
         stream = torch.cuda.current_stream()
-        if self._last is not None and self._last != stream and not torch.cuda.is_current_stream_capturing():
-            stream.wait_stream(self._last)
-        self._last = stream
+        with self._lock:
+            if self._last is not None and self._last != stream and not torch.cuda.is_current_stream_capturing():
+                stream.wait_stream(self._last)
+            self._last = stream
+            graph.replay()
 
 
 @cache
