@@ -56,7 +56,7 @@ def live(model: nn.Module, opt: lather.Shampoo, steps: int) -> lather.Shampoo:
             copy.deepcopy((model, opt))
             str(opt.plan())
         if step % 307 == 0:
-            opt.param_groups[0]["precondition_frequency"] = 1 + step % 5
+            opt.param_groups[0]["precondition_frequency"] = 3 + step % 5  # above refresh_delay
         if step % 401 == 0:
             opt.eval()
             opt.train()
