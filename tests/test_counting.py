@@ -206,7 +206,7 @@ WALKED = {
     "communication_dtype": None,
     "blocks": "global",
     "precision": None,
-    "master_weights": True,
+    "master_weights": False,
     "state_dtype": "float32",
     "root_dtype": None,
     "factors": "full",
