@@ -186,7 +186,7 @@ class Agreement:
 
     def compare_values(self, run: Run, world: Ranks) -> None:
         """If that is due, compare parameters between the ranks that hold the same part of them. The host waits for the device."""
-        if not self._due or not self.peers.comms:
+        if not self._due:
             return
         problem = None
         found: dict[Any, list[Ranks]] = {}  # sets of ranks that hold the same part, by layout

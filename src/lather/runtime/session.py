@@ -72,7 +72,8 @@ class Session:
         rates = [rate_of(group, settings) for group, settings in zip(groups, self.settings, strict=True)]
         if (not grads and not self._agreement.peers.comms) or self._is_probe(grads, groups):
             return None
-        self._agreement.compare_values(run, self.world())
+        if self._agreement.peers.comms:
+            self._agreement.compare_values(run, self.world())
         refuse_averages(groups)
         if self._agreement.strict:
             refuse_nonfinite(grads, run, self.settings, self._agreement.peers)
