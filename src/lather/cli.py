@@ -87,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     view = commands.add_parser("view", help="plots of a run, from the log of a monitor: one HTML page")
     view.set_defaults(run=run_view)
     view.add_argument("log", type=Path, metavar="RUN.JSONL", help="written by lather.Monitor: one JSON record per line")
-    view.add_argument("--out", type=Path, metavar="RUN.HTML", help="the page (default: beside the log)")
+    view.add_argument("--out", type=Path, metavar="RUN.HTML", help="the page (default: next to the log)")
 
     options = commands.add_parser("options", help="every option of lather.Shampoo, as Markdown")
     options.set_defaults(run=lambda args: markdown())
@@ -97,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
 def add_model(parser: argparse.ArgumentParser) -> None:
     models = (
         f"one of {', '.join(MODELS)}; a function that returns a model, as module:function; a folder with a config.json of "
-        'transformers; or shapes such as "w=64x32,b=64", all treated alike'
+        'transformers; or shapes such as "w=64x32,b=64", all treated the same'
     )
     parser.add_argument("model", metavar="MODEL", help=models)
     preset = "function of lather that makes the optimizer, such as from_adamw (default %(default)s)"

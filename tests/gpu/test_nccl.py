@@ -83,6 +83,18 @@ def test_travelling_changes_nothing_by_default(transport, stages, monkeypatch):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
 
 
+def take(opt, params, may_wait):
+    """A step, which is an error if the host waits for the device and may not."""
+    for p in params:
+        p.grad = torch.randn_like(p)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("default" if may_wait else "error")
+    try:
+        opt.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_does_not_make_the_host_wait(monkeypatch):
     torch.manual_seed(0)
@@ -91,14 +103,7 @@ def test_a_step_does_not_make_the_host_wait(monkeypatch):
     usual = PAPER | {"precondition_frequency": 100, "max_preconditioner_dim": 32}
     opt = lather.Shampoo(params, **usual, communication_dtype="int8")
     for step in range(6):
-        for p in params:
-            p.grad = torch.randn_like(p)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
-        try:
-            opt.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        take(opt, params, may_wait=step < 3)
     assert all(unit.inbound and unit.outbound for unit in opt._session.run.units)
     assert all(p.isfinite().all() for p in params)
 
@@ -127,15 +132,8 @@ def test_votes_do_not_make_the_host_wait(monkeypatch):
     votes, reduce = [], dist.all_reduce
     monkeypatch.setattr(dist, "all_reduce", lambda x, **options: (votes.append(x.numel()), reduce(x, **options))[1])
     for step in range(12):
-        for p in params:
-            p.grad = torch.randn_like(p)
         votes.clear()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
-        try:
-            opt.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        take(opt, params, may_wait=step < 3)
         assert step == 0 or votes == [4]
     assert opt._session._agreement._answer is not None
 

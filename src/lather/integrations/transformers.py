@@ -8,7 +8,7 @@ a callback that comes earlier:
 - there too, before an evaluation that decides about saving (``save_strategy="best"``), whatever it will decide;
 - after an evaluation, if the state has changed: Trainer calls ``optimizer.eval()``, which moves state if ``averaging`` is on.
 
-Ranks decide alike. ``control`` is equal on all of them, or Trainer itself would hang: saving begins with a collective
+All ranks decide the same. ``control`` is equal on all of them, or Trainer itself would hang: saving begins with a collective
 (``store_flos``). ``args`` are equal as well. Whether the state is gathered already changes only by steps, switches of the mode,
 loading and gathering, which all ranks do together. So no rank waits for another in vain.
 """

@@ -109,7 +109,7 @@ class Soap(Kronecker):
             ema_(state["w"], square, ctx.alive * (1 - beta2))
 
     def fit(self, a: Tensor, made: Tensor, e: float, hyper: Hyper) -> tuple[Tensor, Tensor]:
-        """The condition number of factors by their diagonals in the bases, and the part of them beside those diagonals."""
+        """The condition number of factors by their diagonals in the bases, and the part of them off those diagonals."""
         x = torch.promote_types(a.dtype, torch.float32)
         a, q = a.to(x), made.to(x)
         values = (q * product(a, q)).sum(1).clamp_min(0)

@@ -158,7 +158,7 @@ def plan(
 ) -> PlanReport:
     """The report for a model, or for shapes ``{name: shape}``, and options of ``Shampoo`` or a preset. Needs no memory.
 
-    A model is routed as the optimizer would. It may be on the meta device. All shapes are treated alike. ``device`` and ``dtype``
+    A model is routed as the optimizer would. It may be on the meta device. All shapes are treated the same. ``device`` and ``dtype``
     replace those of the parameters; without a model the defaults are ``"cpu"`` and ``"float32"``.
 
     For several ``ranks``, ``shard`` says how they store the parameters: ``"ddp"``, ``"fsdp"``, ``"hsdp=K"`` (sharded over K ranks)

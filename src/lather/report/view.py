@@ -31,7 +31,7 @@ class Log:
 
 
 def view(path: Path, out: Path | None = None) -> str:
-    """Write the page to ``out``, by default beside the log, and say so."""
+    """Write the page to ``out``, by default next to the log, and say so."""
     text = page(path)
     out = out or path.with_suffix(".html")
     if out.resolve() == path.resolve():
