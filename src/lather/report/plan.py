@@ -158,8 +158,8 @@ def plan(
 ) -> PlanReport:
     """The report for a model, or for shapes ``{name: shape}``, and options of ``Shampoo`` or a preset. Needs no memory.
 
-    A model is routed as the optimizer would. It may be on the meta device. All shapes are treated the same. ``device`` and ``dtype``
-    replace those of the parameters; without a model the defaults are ``"cpu"`` and ``"float32"``.
+    A model is routed as the optimizer would. It may be on the meta device. All shapes are treated the same. ``device`` and
+    ``dtype`` replace those of the parameters; without a model the defaults are ``"cpu"`` and ``"float32"``.
 
     For several ``ranks``, ``shard`` says how they store the parameters: ``"ddp"``, ``"fsdp"``, ``"hsdp=K"`` (sharded over K ranks)
     or ``"tp=K"`` (the second dimension sharded over K ranks, the first over the others).
