@@ -233,7 +233,7 @@ def test_groups_share_arguments() -> None:
 
 
 def test_a_model_is_routed() -> None:
-    """As in all presets. Its parameters are all treated alike, as by Meta's package."""
+    """As in all presets. Its parameters are all treated the same, as by Meta's package."""
     model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 6), nn.LayerNorm(6))
     routed, plain = (lather.distributed_shampoo(given, weight_decay=0.1) for given in (model, model.named_parameters()))
     assert {row.name: row.method for row in routed.plan().params if row.method != "shampoo"} == {"0.weight": "adam"}
