@@ -65,7 +65,7 @@ class Section(NamedTuple):
         return MEASURES[self.task]
 
 
-TRANSFORMERS = ("adamw", "muon", "soap", "soap@10", "kl", "kl@10", "paper", "shampoo", "from_adamw")
+TRANSFORMERS = ("adamw", "muon", "soap", "kl", "paper", "shampoo", "shampoo@1", "from_adamw")
 CIFAR = "CIFAR-10 from a copy that was compressed with loss, so accuracies cannot be compared with those of others."
 SECTIONS = (
     Section(

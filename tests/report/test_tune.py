@@ -250,7 +250,8 @@ def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_time_only_the_usual_is_timed() -> None:
     report = lather.tune(load("gpt2"), device="cpu", seconds=0)
     timed = [row for row in report.rows if row.mean_ms is not None]
-    assert {row.options["max_preconditioner_dim"] for row in timed} == {1024} and "no time left" in str(report)
+    assert {row.options["max_preconditioner_dim"] for row in timed} == {1024}
+    assert "Some options were not timed. Give the search more seconds." in str(report) and "packed" not in str(report)
 
 
 def test_a_run_that_exceeds_a_budget_changes_the_recommendation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +307,7 @@ def test_a_search_that_ends_early_says_so() -> None:
     report = lather.tune(load("gpt2-tiny"), device="cpu", step_ms=0.001, seconds=0)
     assert {row.note for row in report.rows} == {"", trials.LATE}
     assert "Some options were not timed. Give the search more seconds." in str(report)
-    assert "more seconds" not in str(lather.tune(load("gpt2-tiny"), device="cpu", seconds=0))
+    assert "more seconds" not in str(lather.tune(load("gpt2-tiny"), device="cpu"))
 
 
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

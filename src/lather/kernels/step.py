@@ -46,9 +46,9 @@ def _number(numbers, NAME: tl.constexpr):
 @triton.jit
 def _gradient(grads, weights, row, index, inside, numbers, COUPLED, ALIGNED, GRAD, PARAM):
     """Gradients with their sign, plus coupled weight decay."""
-    sign = _number(numbers, GRADIENT_SIGN)
-    g = sign * tl.load(in_tensor(grads, row, index, ALIGNED, GRAD), inside, 0.0).to(tl.float32)
-    if COUPLED:
+    g = tl.load(in_tensor(grads, row, index, ALIGNED, GRAD), inside, 0.0).to(tl.float32)
+    g = tl.where(_number(numbers, GRADIENT_SIGN) < 0, -g, g)
+    if COUPLED:  # one product, because of two the compiler rounds one, and not the same for every dtype
         decay = _number(numbers, COUPLED_DECAY)
         g += decay * tl.load(in_tensor(weights, row, index, ALIGNED, PARAM), inside, 0.0).to(tl.float32)
     return g

@@ -71,22 +71,23 @@ class Trials:
     # The search.
 
     def search(self, seconds: float, show: Callable[[int, int, str], None]) -> None:
-        """First solvers, with all else as usual; then blocks and what saves memory, with the fastest solver."""
+        """First sizes of blocks, then solvers, each with all else as usual; then both with what saves memory."""
         end = time.monotonic() + seconds
         solvers = [{"root": name} for name in self._others("root", SOLVERS.get(self._device.type, ())) if name not in self._auto()]
         blocks, less = list(self._blocks()), list(self._savings())
         total = len(solvers) + len(blocks) * len(less)
-        for changes in self._in_order([{}, *solvers], blocks, less):
+        for changes in self._in_order(solvers, blocks, less):
             show(len(self._done), total, _words(changes))
             self._try(changes, time.monotonic() > end)
         show(total, total, "")
         self.rows = [row for trial in self._done for row in self._rows_of(trial)]
 
     def _in_order(self, solvers: list[Changes], blocks: list[Changes], less: list[Changes]) -> Iterator[Changes]:
+        yield from blocks
         yield from solvers
-        fastest = self._fastest()
+        known, fastest = [*blocks, *solvers], self._fastest()
         for saving, block in product(less, blocks):
-            if (changes := block | saving | fastest) not in solvers:
+            if (changes := block | saving | fastest) not in known:
                 yield changes
 
     def _others(self, name: str, values: Sequence[Any]) -> list[Any]:
@@ -113,7 +114,8 @@ class Trials:
 
     def _fastest(self) -> Changes:
         """The fastest solver of those that were timed, if it is faster than the usual one by some margin."""
-        times = [(t.times.mean("together", self.usual["precondition_frequency"]), t.changes) for t in self._done if t.times]
+        frequency, timed = self.usual["precondition_frequency"], [t for t in self._done if t.changes.keys() <= {"root"}]
+        times = [(t.times.mean("together", frequency), t.changes) for t in timed if t.times]
         usual = next((ms for ms, changes in times if not changes), math.inf)
         ms, changes = min(times, key=lambda each: each[0], default=(math.inf, {}))
         return changes if ms < GAIN * usual else {}

@@ -53,7 +53,9 @@ class TuneReport:
     def __str__(self) -> str:
         row = self.recommended
         lines = [self.title, "", *_grid(self.rows, row), ""]
-        lines += ["Milliseconds of an optimizer step: mean/largest. * on the frontier, [ ] recommended.", ""]
+        lines += ["Milliseconds of an optimizer step: mean/largest. * on the frontier, [ ] recommended."]
+        late = any(each.note == LATE for each in self.rows)
+        lines += [*(["Some options were not timed. Give the search more seconds."] if late else []), ""]
         lines += self._missed()
         lines += ["Recommended:" if self.fits else "Nearest:", f"    {self.line}", ""]
         times = "" if row.mean_ms is None else f", predicted {_times(row.mean_ms, row.largest_ms)}"
@@ -71,8 +73,7 @@ class TuneReport:
         lines = [
             f"No options keep {name} {self._text(name)}: the least is {self._text(name, x)}." for name, x in least.items() if x > 1
         ]
-        late = ["Some options were not timed. Give the search more seconds."] if any(row.note == LATE for row in self.rows) else []
-        return [*(lines or ["Each budget can be kept, but not all of them at once."]), *late, ""]
+        return [*(lines or ["Each budget can be kept, but not all of them at once."]), ""]
 
     def _text(self, name: str, used: float = 1.0) -> str:
         """A budget, or how much of it is used."""
@@ -216,11 +217,11 @@ def find_device(model: Model, device: str | torch.device | None) -> torch.device
 
 
 def _grid(rows: Sequence[Row], recommended: Row) -> list[str]:
-    """A line for all frequencies of the same other options."""
+    """A line for all frequencies of the same other options, if there was time for them."""
     names = ("max_preconditioner_dim", "root", "factors", "root_dtype", "refresh")
     frequencies = sorted({row.options["precondition_frequency"] for row in rows})
     found: dict[tuple[str, ...], dict[int, Row]] = {}
-    for row in rows:
+    for row in (row for row in rows if row.note != LATE or row is recommended):
         found.setdefault(tuple(str(row.options[name]) for name in names), {})[row.options["precondition_frequency"]] = row
     lines = [("block", "root", "factors", "roots", "refresh", "memory", *(f"every {n}" for n in frequencies))]
     for key, cells in found.items():
