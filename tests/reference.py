@@ -39,7 +39,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "polar_scale": (None, "original", "match_rms_adamw"),
     "damping": ("absolute", "relative"),
     "weight_decay_mode": ("l2", "decoupled", "corrected", "independent"),
-    "graft": ("sgd", "adagrad", "rmsprop", "adam", None),
+    "graft": ("sgd", "adagrad", "rmsprop", "adam", "constant", None),
     "large_dim": ("block", "diagonal", "adagrad"),
     "averaging": (None, "schedule_free", "gpa"),
     "refresh": ("together", "staggered"),
@@ -260,8 +260,8 @@ class Reference:
         if kronecker and o["large_dim"] == "adagrad" and max(shape) > limit:
             kronecker, method = False, "adagrad"
         if not kronecker:
-            if method is None and o["preconditioner"] == "soap":
-                method = "adam"  # which SOAP is without bases
+            if method == "constant" or (method is None and o["preconditioner"] == "soap"):
+                method = "adam"  # SOAP without bases is Adam, and only whole blocks have a constant size
             self.sizes[-1].append(None)
             return [Block(p, method, [])]
         cuts = o["large_dim"] == "block"
@@ -505,6 +505,8 @@ class Reference:
         """The graft's own direction."""
         if block.method in ("sgd", None):
             return g_bar
+        if block.method == "constant":
+            return g_bar * (0.2 * math.sqrt(g_bar.numel()) / g_bar.norm()) if g_bar.any() else g_bar
         v = block.v / (1 - self._graft_beta2() ** t) if block.method == "adam" else block.v
         direction: Tensor = g_bar / (v.sqrt() + self.options["graft_eps"])
         return direction

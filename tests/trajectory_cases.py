@@ -122,7 +122,7 @@ METHODS: dict[str, Options] = {
     "spectral": {"preconditioner": "spectral", "graft": None},
     "elementwise": {"preconditioner": None},
 }
-GRAFTS, DECAYS = ("adam", "rmsprop", "adagrad", "sgd", None), ("decoupled", "l2", "corrected", "independent")
+GRAFTS, DECAYS = ("adam", "rmsprop", "adagrad", "sgd", "constant", None), ("decoupled", "l2", "corrected", "independent")
 MOMENTUM: Options = {"momentum": 0.9, "nesterov": True, "dampening": 0.1}
 FREE: Options = {"averaging": "schedule_free", "betas": (0.0, 0.95)}
 GPA: Options = {"averaging": "gpa", "averaging_beta": 0.4, "averaging_decay": 0.8}

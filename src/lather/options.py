@@ -271,7 +271,7 @@ OPTIONS: dict[str, Option] = {
     "root": Option(AUTO, _root, "root solver: `\"auto\"`, `\"eigh\"`, `\"newton\"`, `\"higher_order\"`, `\"minimax\"`, `\"qr\"`, `\"track\"` or a solver object. A method that needs bases takes `\"eigh\"`, `\"qr\"` or `\"track\"`"),
     "polar": Option("newton_schulz", _polar, "how gradients are orthogonalised: `\"newton_schulz\"` (Muon's quintic; `steps=5`, `coefficients`), `\"polar_express\"` (the best quintics; `steps=5`, `lower=1e-3`), `\"svd\"` (exact, slow) or an object"),
     "polar_scale": Option(None, _polar_scale, "without a graft, multiplies orthogonalised directions: `\"original\"` by `sqrt(max(1, rows / columns))`, `\"match_rms_adamw\"` by `0.2 sqrt(max(rows, columns))`; default: by 1"),
-    "graft": Option("adam", _choice(*GRAFTS), "the method whose step length is taken over, block by block", structural=True),
+    "graft": Option("adam", _choice(*GRAFTS), "the method whose step length is taken over, block by block; `\"constant\"` gives every block a root mean square of 0.2 per element, as Muon's `match_rms_adamw`, and keeps no second moment", structural=True),
     "graft_beta2": Option(None, _optional(_number(0, 1)), "decay of the graft's second moment; default `betas[1]`, or 0.999 when that is 1"),
     "graft_eps": Option(1e-8, _number(0, open_low=True), "added to the graft's denominator"),
     "max_preconditioner_dim": Option(1024, _count(1, infinite=True), "largest side of a factor or block; larger dimensions follow `large_dim`", structural=True),

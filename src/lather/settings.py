@@ -259,9 +259,9 @@ def _averaging(group: Group) -> Averaging | None:
 
 
 def elementwise_graft(group: Group) -> str | None:
-    """The graft of parameters that are not preconditioned: the group's or, if it has none, what its method names for them."""
-    method = METHODS.get(group["preconditioner"])
-    return method.elementwise if method and group["graft"] is None else group["graft"]
+    """The graft of parameters that are not preconditioned: the group's, or what it or the method names for them."""
+    method, name = METHODS.get(group["preconditioner"]), group["graft"]
+    return method.elementwise if method and name is None else GRAFTS[name].elementwise or name
 
 
 def dtype_text(dtype: torch.dtype) -> str:

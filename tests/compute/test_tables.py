@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,8 @@ def test_every_column_of_a_known_block(monkeypatch):
         padded_columns=32,
         third_size=1,
     )
-    first, count, root, broken = SlotTable(*made.slots[:, slot].tolist())
+    first, count, numel, root, broken = SlotTable(*made.slots[:, slot].tolist())
+    assert numel == math.prod(block.shape)
     tiles = [row for found in made.ranges for row in rows_of(found.tiles, Tile)]
     assert tiles[first : first + count] == [tile, tile._replace(start=256)] and root == state["X0"].data_ptr()
     assert broken == bank.broken[bank.blocks.index(block)].data_ptr()

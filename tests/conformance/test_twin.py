@@ -23,7 +23,7 @@ Options = dict[str, Any]
 
 STEPS = 20
 NEVER: dict[int, Any] = {}
-GRAFTS = ("sgd", "adagrad", "rmsprop", "adam", None)
+GRAFTS = ("sgd", "adagrad", "rmsprop", "adam", "constant", None)
 FEW: list[Shape] = [(8, 3), (3, 2, 3), (5,)]
 ZOO: list[Shape] = [
     *FEW,
@@ -106,7 +106,7 @@ OF_GRAFTS = ("plain", "no filter", "sum", "nesterov's filter, uncorrected sum", 
 CASES = {
     f"{base}, {variant}, {graft}": BASES[base] | changes | {"graft": graft}
     for number, (variant, changes) in enumerate(VARIANTS.items())
-    for turn in ([GRAFTS[(number + i) % 5] for i in range(5)],)
+    for turn in ([GRAFTS[(number + i) % 6] for i in range(6)],)
     for base, grafts in (("adam", turn if variant in OF_GRAFTS else turn[:2]), ("heavy", turn[2:3]))
     for graft in grafts
     if variant == "plain" or BASES[base] | changes != BASES[base]

@@ -23,6 +23,7 @@ CASES = [
     {},
     {"graft": "sgd", "momentum": 0.9, "nesterov": True, "betas": (0.0, 1.0)},
     {"graft": None, "beta3": 0.5},
+    {"graft": "constant", "beta3": "nesterov", "start_preconditioning_step": 3},
     {"large_dim": "diagonal", "weight_decay": 0.1},
     {"factors": "packed", "large_dim": "diagonal"},
     {"factors": "packed", "graft": "sgd", "betas": (0.0, 1.0)},

@@ -35,6 +35,7 @@ CASES = {
     "plain": {},
     "momentum": {"graft": "sgd", "momentum": 0.9, "nesterov": True, "betas": (0.0, 1.0)},
     "no graft": {"graft": None},
+    "constant size": AHEAD | {"graft": "constant", "start_preconditioning_step": 3, "weight_decay": 0.1},
     "diagonal": {"large_dim": "diagonal", "weight_decay": 0.1},
     "staggered": {"refresh": "staggered", "weight_decay": 0.1, "weight_decay_mode": "corrected"},
     "l2": {

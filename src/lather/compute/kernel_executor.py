@@ -355,7 +355,7 @@ class KernelExecutor(Executor[Seen]):
             tables.launch(kernels.size_of_directions, {"flat": flat}, tables.tile_sums)
         kernels.choose[self.n,](
             tables.slots, tables.graft_sums, tables.tile_sums, b.alive, b.started, b.gain, b.corrections, self.n, b.numbers,
-            GRAFT=v.graft, UNIFORM=v.uniform, ROOT=_type(v.root), BLOCK=REDUCE, num_warps=1,
+            GRAFT=v.graft, RMS=self.graft.rms, UNIFORM=v.uniform, ROOT=_type(v.root), BLOCK=REDUCE, num_warps=1,
         )  # fmt: skip
         addresses = {"weights": b.addresses.parameters, "momenta": b.addresses.momenta}
         buffers = {"flat": flat, "filtered": self._memory.get(v.filtered_in), **addresses}

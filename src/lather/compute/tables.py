@@ -73,8 +73,11 @@ class Tables:
         roots = torch.tensor([address for part in parts for address in _roots(part, self._one)], device="cpu")
         counted = [(part.bank, i) for part in parts for i in range(part.start, part.stop)]
         skipped, broken = [bank.skipped[i].data_ptr() for bank, i in counted], [bank.broken[i].data_ptr() for bank, i in counted]
-        marks = torch.tensor(broken, device="cpu")
-        slots = SlotTable(first_tile=first_tile, num_tiles=num_tiles, root_address=roots, broken_address=marks)
+        marks, numels = (
+            torch.tensor(broken, device="cpu"),
+            torch.tensor([part.numel for part in parts for _ in range(part.n)], device="cpu"),
+        )
+        slots = SlotTable(first_tile, num_tiles, numel=numels, root_address=roots, broken_address=marks)
         self.slots = torch.stack(slots).to(device)
         self.skip_counters = from_host(skipped, halves, torch.int64)
         self.tile_sums, self.graft_sums = torch.zeros(2, len(tiles), dtype=torch.float32, device=device).unbind()

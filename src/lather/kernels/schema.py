@@ -100,10 +100,11 @@ class ThinFactor(NamedTuple):
 
 
 class SlotTable(NamedTuple):
-    """int64 [fields, slots]: the tiles of every slot, its root, and where it is marked as broken."""
+    """int64 [fields, slots]: the tiles of every slot, its size, its root, and where it is marked as broken."""
 
     first_tile: Any  # number of its first tile; the others follow
     num_tiles: Any
+    numel: Any
     root_address: Any  # of the first element of its first root, which is positive once the root has been computed
     broken_address: Any  # of the slot's element of Bank.broken (int32)
 

@@ -22,8 +22,8 @@ FACTOR_KEEP, FACTOR_TAKE, LR, DECAY = columns(Numbers, "factor_keep", "factor_ta
 MOMENTUM_KEEP, MOMENTUM_TAKE = columns(Numbers, "momentum_keep", "momentum_take")
 
 FILTER_CORRECTIONS, MOMENT_CORRECTIONS = columns(Corrections, "filter", "moment")
-FIRST_TILE, NUM_TILES, ROOT_ADDRESS = columns(SlotTable, "first_tile", "num_tiles", "root_address")
-(BROKEN_ADDRESS,) = columns(SlotTable, "broken_address")
+FIRST_TILE, NUM_TILES, NUMEL = columns(SlotTable, "first_tile", "num_tiles", "numel")
+ROOT_ADDRESS, BROKEN_ADDRESS = columns(SlotTable, "root_address", "broken_address")
 
 TILE_WIDTH, JOB_WIDTH, CHUNK_WIDTH, THIN_WIDTH = width(Tile), width(FactorJob), width(ThinChunk), width(ThinFactor)
 SLOT, FLAT_OFFSET, HALF_ADDRESS = columns(Tile, "slot", "flat_offset", "half_address")
@@ -188,20 +188,28 @@ def size_of_directions(tiles, flat, partial, ALIGNED: tl.constexpr, BLOCK: tl.co
 @triton.jit
 def choose(
     slots, own, partial, alive, started, gain, corrections, n, numbers,
-    GRAFT: tl.constexpr, UNIFORM: tl.constexpr, ROOT: tl.constexpr, BLOCK: tl.constexpr,
+    GRAFT: tl.constexpr, RMS: tl.constexpr, UNIFORM: tl.constexpr, ROOT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``gain[slot]`` multiplies the preconditioned direction. Negative: use the graft's direction. NaN: the slot skips the step."""
+    """``gain[slot]`` multiplies the preconditioned direction. Negative: it multiplies the graft's. NaN: the slot skips the step.
+
+    ``RMS``: the root mean square that the graft gives a direction, or 0 if it has a length of its own.
+    """
     slot = tl.program_id(0)
     target = tl.sqrt(_total(own, slots, slot, n, BLOCK))
+    instead = -1.0
+    if RMS > 0:
+        length = RMS * tl.sqrt(tl.load(slots + NUMEL * n + slot).to(tl.float32))
+        instead = -tl.where(target > 0, tl.maximum(length / target, 1e-37), 1.0)  # not zero, which is not negative
+        target = length
     size = tl.sqrt(_total(partial, slots, slot, n, BLOCK))
     first, _ = _corrections(numbers, corrections, slot, n, UNIFORM)
     value = 1.0 / first
     if GRAFT:
         value = tl.where(size > 0, target / size, 0.0)
-        value = tl.where(size != float("inf"), value, -1.0)  # the norm has overflowed
+        value = tl.where(size != float("inf"), value, instead)  # the norm has overflowed
     root = tl.load(slots + ROOT_ADDRESS * n + slot)
     first_element = tl.load(root.to(tl.pointer_type(ROOT)), root != 0, 0.0)  # positive once the root has been computed
-    value = tl.where((tl.load(started + slot) != 0) & (first_element > 0), value, -1.0)
+    value = tl.where((tl.load(started + slot) != 0) & (first_element > 0), value, instead)
     tl.store(gain + slot, tl.where(tl.load(alive + slot) != 0, value, float("nan")))
 
 
@@ -234,7 +242,7 @@ def apply(
         v = u
         if SECOND:
             v = tl.load(in_state(row, MOMENT_ADDRESS, index, ALIGNED), inside, 0.0).to(tl.float32)
-        p = _own(u, v, second, _number(numbers, GRAFT_EPS), SECOND)
+        p = -factor * _own(u, v, second, _number(numbers, GRAFT_EPS), SECOND)
     p = tl.where(factor == factor, p, float("nan"))
     wrong = tl.max((inside & (p - p != 0)).to(tl.int32), 0)
     broken = tl.load(slots + BROKEN_ADDRESS * n + slot).to(tl.pointer_type(tl.int32))

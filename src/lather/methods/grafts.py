@@ -1,12 +1,13 @@
 """Elementwise methods: the grafts, and what parameters follow that are not preconditioned."""
 
+import math
 from abc import abstractmethod
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from ..linalg import bias_correction, ema_, per_slot
+from ..linalg import bias_correction, ema_, norms, per_slot
 from .base import Context, Hyper, Stack, State, Transform
 
 
@@ -14,6 +15,8 @@ class Graft(Transform):
     """An elementwise method. Its direction is ``u / (sqrt(V) + graft_eps)`` if it has a second moment ``V``, else ``u``."""
 
     reads: ClassVar[frozenset[str]] = frozenset()  # options that mean something to some grafts only, this one among them
+    rms: ClassVar[float] = 0.0  # the root mean square of the direction, if it is always the same
+    elementwise: ClassVar[str | None] = None  # what parameters without factors follow, if not this
 
     @abstractmethod
     def rates(self, hyper: Hyper) -> tuple[float, float] | None:
@@ -24,9 +27,8 @@ class Graft(Transform):
         """What ``V`` is divided by."""
 
 
-@final
-class Sgd(Graft):
-    """The filtered gradient itself."""
+class _Stateless(Graft):
+    """Remembers nothing."""
 
     def rates(self, hyper: Hyper) -> None:
         return None
@@ -40,8 +42,25 @@ class Sgd(Graft):
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
         """Nothing to remember."""
 
+
+@final
+class Sgd(_Stateless):
+    """The filtered gradient itself."""
+
     def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
         return u
+
+
+@final
+class Constant(_Stateless):
+    """The filtered gradient, scaled to a root mean square of 0.2 per element, which is about that of AdamW's steps."""
+
+    rms = 0.2
+    elementwise = "adam"
+
+    def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
+        size, length = norms(u), self.rms * math.sqrt(u[:1].numel())
+        return u * per_slot(torch.where(size > 0, length / size, 0), u)
 
 
 class _SecondMoment(Graft):
@@ -108,5 +127,6 @@ GRAFTS: dict[str | None, Graft] = {
     "rmsprop": RmsProp(),
     "adagrad": Adagrad(),
     "sgd": SGD,
+    "constant": Constant(),
     None: SGD,  # without a graft, elementwise parameters follow the filtered gradient
 }
