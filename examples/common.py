@@ -1,4 +1,4 @@
-"""What the two examples share: a small byte-level language model, its text, and the flags and printing of a run.
+"""What the scripts for torchrun share: a small byte-level language model, its text, and the flags and printing of a run.
 
 The text is the source of Python's standard library, so there is nothing to download. A step's batch depends on the step
 alone, and every rank takes its share of it: any number of ranks sees the same data and follows the same gradients.
@@ -202,17 +202,20 @@ class Layer(nn.Module):
         parts = [part(h).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in self.attention_inputs()]
         mixed = scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.out(mixed)
-        return x + self.down(gelu(self.up(self.norm2(x))))
+        return x + self.feed_forward(self.norm2(x))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.down(gelu(self.up(x)))
 
     def attention_inputs(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
         return self.query, self.key, self.value
 
 
 class Model(nn.Module):
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, layer: type[Layer] = Layer) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(256, args.width), nn.Embedding(args.context, args.width)
-        self.layers = nn.ModuleList(Layer(args.width) for _ in range(args.layers))
+        self.layers = nn.ModuleList(layer(args.width) for _ in range(args.layers))
         self.norm, self.head = nn.LayerNorm(args.width), nn.Linear(args.width, 256)
         for weight in (self.token.weight, self.position.weight):
             nn.init.normal_(weight, std=0.02)

@@ -10,6 +10,7 @@ Under DDP every rank has all parameters and gradients; lather divides the work a
 from __future__ import annotations
 
 import os
+import zipfile
 from pathlib import Path
 
 import common
@@ -50,6 +51,8 @@ def load(folder: Path | None, model: DistributedDataParallel, opt: torch.optim.O
     """The step that the checkpoint was taken after, 0 if there is none. Every rank reads it and keeps what it needs."""
     if folder is None or not (folder / "checkpoint.pt").exists():
         return 0
+    if zipfile.ZipFile(folder / "checkpoint.pt").testzip():  # torch.load does not look at checksums
+        raise SystemExit(f"{folder / 'checkpoint.pt'} is damaged")
     state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
     model.module.load_state_dict(state["model"])
     opt.load_state_dict(state["optimizer"])

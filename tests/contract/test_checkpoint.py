@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import math
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -838,3 +839,19 @@ def test_only_later_upgrades_are_applied(monkeypatch: pytest.MonkeyPatch) -> Non
     assert_same(snapshot(fresh), snapshot(opt))
     with pytest.raises(ValueError, match=r"version 4, .* versions 1 to 3; update lather"):
         fresh.load_state_dict(saved | {"lather_version": 4})
+
+
+def test_flipped_bits_are_found_in_a_file(tmp_path: Path) -> None:
+    """As docs/checkpoints.md says. Torch itself reads them in silence."""
+    opt = lather.Shampoo(Model().named_parameters(), **FAST)
+    train(opt, 3)
+    path = tmp_path / "saved.pt"
+    torch.save(opt.state_dict(), path)
+    records = [record for record in zipfile.ZipFile(path).infolist() if "/data/" in record.filename and record.file_size > 16]
+    content = path.read_bytes()
+    assert zipfile.ZipFile(path).testzip() is None and len(records) > 10
+    for record in records:
+        flipped = bytearray(content)
+        flipped[content.index(zipfile.ZipFile(path).read(record), record.header_offset)] ^= 4
+        torch.load(io.BytesIO(flipped), weights_only=True)
+        assert zipfile.ZipFile(io.BytesIO(flipped)).testzip() == record.filename

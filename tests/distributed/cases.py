@@ -82,7 +82,37 @@ class Few(nn.Module):
         self.conv = nn.Conv2d(3, 4, 3, bias=False)
 
 
-MODELS: dict[str, type[nn.Module]] = {"toy": Toy, "tiny": Tiny, "fused": Fused, "few": Few}
+class Experts(nn.Module):
+    """Stacked, and more than one for some ranks: ``lather.route`` knows them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(6, 4, 10))
+        self.down = nn.Parameter(torch.zeros(6, 10, 4))
+
+
+class Stage(nn.Module):
+    """A layer of a mixture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(()))
+        self.query = nn.Linear(5, 6)
+        self.out = nn.Linear(6, 5, bias=False)
+        self.router = nn.Linear(5, 6, bias=False)
+        self.experts = Experts()
+
+
+class Mixture(nn.Module):
+    """Two layers with experts: those can be on a mesh of their own, and layers on ranks of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 5)
+        self.stages = nn.ModuleDict({"0": Stage(), "1": Stage()})
+
+
+MODELS: dict[str, type[nn.Module]] = {"toy": Toy, "tiny": Tiny, "fused": Fused, "few": Few, "mixture": Mixture}
 
 
 def noise(name: str, step: int, shape: Sequence[int]) -> Tensor:
@@ -157,10 +187,41 @@ def mixed(model: nn.Module) -> None:
             replace(model, name, mesh_of(2, 2), [first, second] if i % 8 == 3 else [Replicate(), first])
 
 
+def mixture(model: nn.Module, experts: str, dense: str) -> None:
+    """Experts on a mesh of their own, in the ways of torch, and all other parameters on another one."""
+    for stage in model.stages.values():
+        some, mesh = stage.experts, mesh_of(4) if experts == "world" else mesh_of(2, 2)["model"]
+        for name, _ in list(some.named_parameters()):
+            replace(some, name, mesh, [Shard(0)])
+        if experts in ("matrices", "strided"):  # cut again: the matrices, or what a rank has of the stack
+            along = {"matrices": 1, "strided": 0}[experts]
+            fully_shard(some, mesh=mesh_of(2, 2)["data"], shard_placement_fn=lambda p, along=along: Shard(along))
+        if dense == "tp":
+            parallelize_module(stage, mesh_of(2, 2)["model"], {"query": ColwiseParallel(), "out": RowwiseParallel()})
+    apart = {p for name, p in model.named_parameters() if "experts" in name or p.dim() == 0}
+    fully_shard(model, mesh=mesh_of(2, 2)["data"] if dense == "tp" else mesh_of(2, 2), ignored_params=apart)
+
+
+def pipeline(model: nn.Module, sharded: bool) -> None:
+    """Ranks 0 and 1 have the first layer and the table, ranks 2 and 3 the second layer."""
+    mine, line = str(dist.get_rank() // 2), mesh_of(2, 2)["model"]
+    model.stages = nn.ModuleDict({mine: model.stages[mine]})
+    if mine == "1":
+        del model.table
+    if sharded:
+        for name, _ in list(model.named_parameters()):
+            if "experts" in name:
+                replace(model, name, line, [Shard(0)])
+        fully_shard(model, mesh=line, ignored_params={p for p in model.parameters() if p.dim() in (0, 3)})
+
+
 @dataclass(frozen=True)
 class Layout:
+    """``group``: the process group that the optimizer is given."""
+
     world: int
     lay: Callable[[nn.Module], Any]
+    group: Callable[[], Any] = lambda: None
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -178,6 +239,15 @@ LAYOUTS: dict[str, Layout] = {
     "fsdp_sub22": Layout(4, lambda model: fsdp_tp(model, rest=False)),
     "mixed2": Layout(2, mixed),
     "mixed4": Layout(4, mixed),
+}
+MANY = [name for name in LAYOUTS if name != "one"]
+LAYOUTS |= {  # of mixtures
+    "experts": Layout(4, lambda model: mixture(model, "world", "hsdp")),
+    "experts_tp": Layout(4, lambda model: mixture(model, "matrices", "tp")),
+    "experts_strided": Layout(4, lambda model: mixture(model, "strided", "hsdp")),
+    "experts_twice": Layout(4, lambda model: mixture(model, "repeated", "tp")),  # each pair of ranks has them all
+    "pipeline": Layout(4, lambda model: pipeline(model, False), lambda: mesh_of(2, 2)["model"].get_group()),
+    "pipeline_fsdp": Layout(4, lambda model: pipeline(model, True), lambda: mesh_of(2, 2)["model"].get_group()),
 }
 
 
@@ -224,7 +294,7 @@ class Run:
     """A model and its optimizer on one rank."""
 
     def __init__(self, layout: str, case: Case) -> None:
-        self.case = case
+        self.case, self.layout = case, LAYOUTS[layout]
         self.model = lay_out(layout, case.model, lambda name, shape: noise(name, 0, shape).to(case.dtype))
         self.places = places(layout, case.model)
         self.shapes = shapes_of(case.model)
@@ -241,7 +311,9 @@ class Run:
             modes = ("decoupled", "l2", "corrected", "independent")
             params = [{"params": named[i::4], "weight_decay": 0.1, "weight_decay_mode": m} for i, m in enumerate(modes)]
             params[1] |= {"graft": "sgd", "eps": 1e-3}
-        return lather.Shampoo(params, **BASE | self.case.options)
+        if self.case.model == "mixture":
+            params = lather.route(self.model)
+        return lather.Shampoo(params, **{"process_group": self.layout.group()} | BASE | self.case.options)
 
     def advance(self, first: int, last: int) -> Run:
         """Take the steps from ``first`` to ``last``, at a learning rate that rises and falls."""
@@ -259,8 +331,9 @@ class Run:
             group["lr"] = 0.05 / (1 + 0.3 * abs(step - 6))
 
     def set_grads(self, step: int) -> None:
-        for number, (name, p) in enumerate(self.model.named_parameters()):
-            p.grad = self._grad(name, number, p, step)
+        numbers = {name: number for number, name in enumerate(self.shapes)}
+        for name, p in self.model.named_parameters():
+            p.grad = self._grad(name, numbers[name], p, step)
 
     def _grad(self, name: str, number: int, p: Tensor, step: int, dtype: torch.dtype | None = None) -> Tensor | None:
         if self.case.gaps and (step == 7 or (number + step) % 4 == 0):
@@ -498,9 +571,9 @@ def answers_on_a_device(late: bool) -> Iterator[None]:
         yield
 
 
-def one_rank_apart(layout: str, what: str, options: Options, late: bool) -> int:
+def one_rank_apart(layout: str, what: str, options: Options, late: bool, model: str = "toy") -> int:
     """After steps in order, rank 1 alone does something; the steps taken until all ranks stop."""
-    run = Run(layout, Case(options))
+    run = Run(layout, Case(options, model=model))
     if what == "add under a monitor":
         lather.Monitor(run.opt, every=1, to=list[Any]().append)
     saved, step = run.advance(1, 2).opt.state_dict(), 2

@@ -93,6 +93,14 @@ def separate_meshes(ranks: dict[str, list[int]]) -> Stored:
     return stored_few(train_few(make, grad))
 
 
+def gather_from_other_ranks(to: int) -> None:
+    """One parameter is on two ranks only, and one on all."""
+    pair, line = (DeviceMesh("cpu", torch.tensor(ranks)) for ranks in ([2, 3], [0, 1, 2, 3]))
+    whole = {mesh: distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)], src_data_rank=None) for mesh in (pair, line)}
+    opt = lather.Shampoo([(name, nn.Parameter(x)) for name, x in zip(("few", "all"), whole.values(), strict=True)], **BASE)
+    opt.consolidate_state_dict(to=to)
+
+
 def other_gradients(kind: str) -> Stored:
     """Gradients that do not lie as their parameters do."""
     mesh = mesh_of(dist.get_world_size())

@@ -163,3 +163,10 @@ def test_a_pickle_of_another_world(pools: Pools) -> None:
 def test_gathering_to_nobody(pools: Pools) -> None:
     for outcome in pools[2].attempt(edges.gather_to, 7, timeout=15):
         assert outcome.error == "ValueError" and "to=7" in outcome.message
+
+
+def test_gathering_to_a_rank_without_some_parameters(pools: Pools) -> None:
+    first, *others = pools[4].attempt(edges.gather_from_other_ranks, 0, timeout=15)
+    assert first.error == "ValueError" and "does not store parameter few" in first.message
+    assert not any(outcome.error for outcome in others)
+    assert not any(outcome.error for outcome in pools[4].attempt(edges.gather_from_other_ranks, 2, timeout=15))

@@ -10,7 +10,7 @@ import torch
 from paper import PAPER, TODAY
 
 from . import cases
-from .cases import BASE, LAYOUTS, Case, Options
+from .cases import BASE, LAYOUTS, MANY, Case, Options
 from .harness import Pools
 
 MOMENTUM: Options = {"momentum": 0.9, "nesterov": True, "dampening": 0.1}
@@ -97,7 +97,6 @@ TRAINERS: list[tuple[str, int, Case]] = [
     ("hsdp22", 2, Case()),
     ("hsdp22", 2, EVERYTHING),
 ]
-MANY = [layout for layout in LAYOUTS if layout != "one"]
 ALL_LAYOUTS = ("everything", "tiny")
 KINDS = {  # every kind of layout
     "nan": ("ddp2", "fsdp3", "hsdp22", "tp0x2", "fsdp_sub22", "mixed4"),

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lather.storage.tensors import layout_of
 
-from .cases import LAYOUTS, lay_out, places
+from .cases import LAYOUTS, MANY, lay_out, places
 from .harness import Pools
 
 
@@ -25,6 +25,6 @@ def regions_against_torch(layout: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+@pytest.mark.parametrize("layout", MANY)
 def test_regions(layout: str, pools: Pools) -> None:
     assert pools[LAYOUTS[layout].world].run(regions_against_torch, layout) == [[]] * LAYOUTS[layout].world

@@ -12,7 +12,12 @@ import pytest
 from .harness import Pools
 
 DOCS = Path(__file__).parents[2] / "docs"
-WRITTEN = {"ddp.md": "checkpoint.pt", "fsdp2.md": "run/step-100/.metadata", "tp.md": "."}  # by the snippets of each page
+WRITTEN = {
+    "ddp.md": "checkpoint.pt",
+    "fsdp2.md": "run/step-100/.metadata",
+    "tp.md": ".",
+    "experts.md": "run/step-100/.metadata",
+}  # by the snippets of each page
 
 
 def snippets(page: str) -> list[str]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import lather
 
-from .cases import LAYOUTS, Case, Options, Run
+from .cases import LAYOUTS, MANY, Case, Options, Run
 from .harness import Pools
 
 WIRES: dict[str, Options] = {
@@ -65,7 +65,6 @@ def steps_counted(layout: str, options: Options) -> tuple[lather.PlanReport, Cou
     return run.opt.plan(), plain, refreshing
 
 
-MANY = [name for name in LAYOUTS if name != "one"]
 ROWS = [(layout, wire) for layout in MANY for wire in ("float32", "local")]
 ROWS += [(layout, ("bfloat16", "int8")[i % 2]) for i, layout in enumerate(MANY)]
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ PHASES: dict[str, tuple[Any, str]] = {  # before the gradients leave, and so on;
     "send": (Unit, "send"),
     "compute": (Unit, "compute"),
     "apply": (Unit, "apply"),
-    "report": (Session, "report"),
+    "report": (Session, "end"),
     "gather": (checkpoint, "collect"),
     "write": (torch, "save"),
 }
@@ -68,7 +69,24 @@ FAULTS: dict[str, Callable[[], None]] = {
     "slow": wait,
     "full disk": fill_the_disk,
     "cut short": kill,  # and the last checkpoint is
+    "flipped": kill,  # and a bit of the last checkpoint is
 }
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    """One bit of the largest tensor."""
+    with zipfile.ZipFile(path) as file:
+        largest = max(file.infolist(), key=lambda record: record.file_size)
+    content = bytearray(path.read_bytes())
+    content[largest.header_offset + largest.file_size // 2] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {"cut short": cut, "flipped": flip}
 
 
 @dataclass(frozen=True)
@@ -81,7 +99,7 @@ class Fault:
 
     @property
     def step(self) -> int:
-        if self.kind == "cut short":
+        if self.kind in DAMAGES:
             return 2 * EVERY + 1  # after two checkpoints
         return 2 * EVERY if self.phase in IN_A_CHECKPOINT else WHEN
 
@@ -123,10 +141,11 @@ def train(layout: str, folder: Path, fault: Fault) -> Stored:
 
 
 def readable(folder: Path) -> Any:
-    """The last checkpoint that can be read."""
+    """The last checkpoint that is whole. Torch writes checksums and does not look at them."""
     for path in sorted(folder.glob("*.pt"), reverse=True):
-        with suppress(RuntimeError, OSError, EOFError, UnpicklingError):
-            return torch.load(path, weights_only=True)
+        with suppress(RuntimeError, OSError, EOFError, UnpicklingError, zipfile.BadZipFile):
+            if zipfile.ZipFile(path).testzip() is None:
+                return torch.load(path, weights_only=True)
     raise FileNotFoundError(folder)
 
 
@@ -169,9 +188,8 @@ def try_fault(pools: Pools, layout: str, fault: Fault, then: str) -> Row:
         assert all(outcome.error and not outcome.hung for outcome in others), [outcome.error for outcome in others]
         assert seconds < SECONDS, seconds
         pool.close(kill=True)
-        if fault.kind == "cut short":
-            last = max(folder.glob("*.pt"))
-            os.truncate(last, last.stat().st_size // 2)
+        if fault.kind in DAMAGES:
+            DAMAGES[fault.kind](max(folder.glob("*.pt")))
         stored = pools[cases.LAYOUTS[then].world].run(resume, then, folder)
         cases.assert_same(cases.assemble(stored, shapes), cases.alone(CASE))
         return Row(fault, layout, f"error on all ranks, resumed on {then}", seconds)
@@ -181,7 +199,7 @@ TRIALS = [
     *((layout, Fault(kind, phase)) for layout in ("ddp2", "fsdp3") for kind in ("killed", "slow") for phase in PHASES),
     *((layout, Fault("error", phase)) for layout in ("ddp3", "fsdp2", "hsdp22") for phase in ("begin", "compute")),
     *((layout, Fault(kind, "write", rank=0)) for layout in ("ddp2", "fsdp3") for kind in ("killed", "full disk", "slow")),
-    *((layout, Fault("cut short", "begin")) for layout in ("ddp2", "fsdp3")),
+    *((layout, Fault(kind, "begin")) for layout in ("ddp2", "fsdp3") for kind in DAMAGES),
 ]
 THEN = {"ddp2": "ddp3", "ddp3": "one", "fsdp2": "ddp2", "fsdp3": "fsdp2", "hsdp22": "fsdp2"}
 

@@ -7,7 +7,7 @@ from geometry import Shape, settings_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lather.planning.layouts import Layout
+from lather.planning.layouts import Axis, Layout
 from lather.planning.owners import greedy
 from lather.planning.plan import Spec, make_plan
 
@@ -46,3 +46,14 @@ def test_owners_are_balanced_and_offsets_flat() -> None:
     assert set(offsets.values()) == set(range(7))
     single = make_plan([Spec(str(i), s, 0) for i, s in enumerate(shapes)], [settings])
     assert single.offsets(0, settings) == offsets  # when a block is refreshed does not depend on who owns it
+
+
+def test_experts_are_owned_where_they_are_stored() -> None:
+    """Next to dense blocks of the same cost, which any of their holders may own, and which come first."""
+    layout, settings = Layout((Axis(4, dim=0),)), [settings_of(max_preconditioner_dim=64, batch_dims=n) for n in (0, 1)]
+    specs = [Spec(f"dense {i}", (128, 32), 0, layout=layout) for i in range(4)]  # blocks of two ranks
+    specs += [Spec(f"experts {i}", (8, 64, 32), 1, layout=layout) for i in range(2)]
+    plan = make_plan(specs, settings, [range(4)])
+    for block, owner in zip(plan.blocks, plan.owners, strict=True):
+        assert block.region.meet(plan.stored(block.param, owner)), (specs[block.param].name, block.region)
+    assert [plan.owners.count(place) for place in range(4)] == [6] * 4

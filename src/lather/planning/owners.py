@@ -97,14 +97,17 @@ class _Loads:
 
 
 def _match(items: Sequence[int], listed: Sequence[int], tied: Sequence[int], prefer: Preference) -> Iterator[tuple[int, int]]:
-    """Give items to bins, first to those they prefer, then in order."""
+    """Give items to bins, first to those they prefer, then in order. Items that prefer few bins choose first, and take the one with
+    most room, which leaves room for the others."""
     places, spare = Counter(listed), dict.fromkeys(tied)
     spares, left = len(items) - len(listed), []
-    for item in items:
-        index = next((b for b in prefer(item) if places[b] or (spares and b in spare)), None)
-        if index is None:
+    preferred = {item: list(prefer(item)) for item in items}
+    for item in sorted(items, key=lambda item: len(preferred[item])):
+        found = [b for b in preferred[item] if places[b] or (spares and b in spare)]
+        if not found:
             left.append(item)
             continue
+        index = max(found, key=lambda b: places[b])
         if places[index]:
             places[index] -= 1
         else:

@@ -74,6 +74,9 @@ def upgraded(state_dict: Mapping[str, Any]) -> tuple[dict[Any, Any], list[dict[s
     _check_form(state_dict)
     state = {i: copy.copy(entry) for i, entry in state_dict["state"].items()}  # upgrades must not change the caller's
     groups = copy.deepcopy(list(state_dict["param_groups"]))
+    for group in groups:
+        if any(isinstance(i, str) for i in group["params"]):  # by torch.distributed.checkpoint, see :func:`ids_by_name`
+            group.pop("param_names", None)
     versions = [each.pop(VERSION_KEY, 1) for each in groups] + [state_dict.get(VERSION_KEY, 1)]
     for version in versions:
         if not isinstance(version, int) or not 1 <= version <= VERSION:
@@ -87,7 +90,8 @@ def upgraded(state_dict: Mapping[str, Any]) -> tuple[dict[Any, Any], list[dict[s
         if missing := [name for name in lacking if OPTIONS[name].before is REQUIRED]:
             raise ValueError(
                 f"param group {number} of the checkpoint lacks the options {_few(missing)}: it was saved by another optimizer or "
-                "another version of lather; load a checkpoint of this optimizer"
+                "another version of lather, or has the param groups of another pipeline stage; load a checkpoint of this "
+                "optimizer, and save those of stages with StateDictOptions(flatten_optimizer_state_dict=True)"
             )
         group |= {name: OPTIONS[name].before for name in lacking}
     return state, groups
@@ -157,13 +161,13 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
 def ids_by_name(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]]) -> list[Any]:
     """The saved parameter for every live one: by name within a param group where both have names, else by position.
 
-    ``torch.distributed.checkpoint`` has names for ids, has put them in the live order, and leaves the file's order of names.
+    ``torch.distributed.checkpoint`` has names for ids, and has put them in the live order. Its ``param_names`` are those of the
+    file, perhaps of a pipeline stage with other parameters, so :func:`upgraded` drops them.
     """
     found: list[Any] = []
     for number, (theirs, mine) in enumerate(zip(saved, live, strict=True)):
         names, ours = (_plain(group.get("param_names") or ()) for group in (theirs, mine))
-        by_torch = any(isinstance(i, str) for i in theirs["params"])
-        if by_torch or not names or not ours:
+        if not names or not ours:
             found += theirs["params"]
             continue
         bare, our_bare = ([name.removeprefix("module.") for name in some] for some in (names, ours))  # one may come from DDP

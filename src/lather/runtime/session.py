@@ -17,13 +17,13 @@ from ..planning.plan import Plan, make_plan
 from ..settings import Settings, resolve
 from ..storage import averaging
 from ..storage.step import Step
-from ..storage.tensors import is_regular, layout_of
+from ..storage.tensors import is_regular, is_stored, layout_of
 from ..storage.update import number, rate_of
 from . import checkpoint
 from .agreement import Agreement, Intent
 from .health import Health, refuse_nonfinite
 from .metrics import Record
-from .parameters import Item, describe, grad_dtype, stored_items
+from .parameters import Item, describe, grad_dtype, name_of, stored_items
 from .ranks import Ranks
 from .run import Entries, Run, make_comms, make_run
 
@@ -266,6 +266,13 @@ class Session:
             raise ValueError(f"to={to} does not store these parameters; use one of the ranks {sorted(known)}")
         views = run.averages.complete(run.steps, groups)
         gathered = checkpoint.collect(run.plan, run.banks, views, run.comms, my_rank(), to)
+        for g, group in enumerate(groups if my_rank() == to else ()):
+            for i, p in enumerate(group["params"]):
+                if p.requires_grad and not is_stored(p):  # known on this rank alone: elsewhere it may be a copy of one that is here
+                    raise ValueError(
+                        f"rank {to} does not store parameter {name_of(group, g, i)}, so it cannot have the whole state; save with "
+                        "torch.distributed.checkpoint"
+                    )
         self.consolidated = dict(zip(run.params, gathered, strict=True))
 
     def load(self, groups: Groups, state: State, state_dict: Mapping[str, Any]) -> None:
