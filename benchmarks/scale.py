@@ -177,7 +177,7 @@ class Wire:
         self._count(others, others, received, sent)
         return Done()
 
-    def all_reduce(self, values: Tensor, op: Any, group: Any) -> None:
+    def all_reduce(self, values: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> None:
         """The others agree, also about what this rank has no part in."""
         self.bytes["vote"] += values.nbytes
         if values.is_cpu:
@@ -302,7 +302,7 @@ def draw(path: pathlib.Path, image: pathlib.Path) -> None:
     from matplotlib.figure import Figure  # without pyplot: no global state
 
     rows = scale_rows(json.loads(path.read_text())["results"])
-    models = list(dict.fromkeys(row["model"] for row in rows))
+    models, ticks = list(dict.fromkeys(row["model"] for row in rows)), sorted({row["ranks"] for row in rows})
     fig = Figure(figsize=(12, 3.6 * len(models)), dpi=150, layout="constrained")
     for model, axes in zip(models, fig.subplots(len(models), len(PANELS), squeeze=False), strict=True):
         for panel, (title, lines) in zip(axes, PANELS.items(), strict=True):
@@ -313,6 +313,7 @@ def draw(path: pathlib.Path, image: pathlib.Path) -> None:
                     if dots:
                         panel.plot(*zip(*dots, strict=True), style, color=color, label=layout, linewidth=1.2, markersize=4)
             panel.set_xscale("log", base=2)
+            panel.set_xticks(ticks, ticks)
             panel.set(xlabel="ranks", title=f"{model}: {title}", yscale="linear" if "c_n" in lines else "log")
             panel.title.set_fontsize("small")
             panel.grid(alpha=0.3, linewidth=0.5)
