@@ -82,6 +82,40 @@ RECORDED = [
 ]
 
 
+SCALE = [
+    column("model", "model"),
+    column("layout", "layout"),
+    column("ranks", "ranks"),
+    column("rank", "rank"),
+    column("blocks", "own_blocks"),
+    column("of all", "share", ".3%"),
+    column("C(N)", "c_n", ".3f"),
+    column("TFLOP", "work_tflop", ".3g"),
+    column("over 1/N", "work_over", "+.1%"),
+    ("mean ms", lambda row: f"{row['mean_ms']:.2f}" if row["fits"] else "does not fit"),
+    column("1/N ms", "ideal_ms", ".2f"),
+    column("plain ms", "plain_ms", ".2f"),
+    column("host ms", "plain_host_ms", ".2f"),
+    column("kernels ms", "kernels_ms", ".2f"),
+    column("wire ms", "wire_ms", ".2f"),
+]
+SCALE_BYTES = [
+    *SCALE[:3],
+    column("weights GiB", "weights_gib", ".2f"),
+    column("plan: state GiB", "plan_state_gib", ".2f"),
+    column("buffers", "plan_buffers_gib", ".2f"),
+    column("scratch", "plan_scratch_gib", ".2f"),
+    column("together", "plan_gib", ".2f"),
+    column("held GiB", "held_gib", ".2f"),
+    column("peak GiB", "peak_gib", ".2f"),
+    column("plan: received MB", "plan_received_mb", ".2f"),
+    column("counted", "received_mb", ".2f"),
+    ("equal", lambda row: "n/a" if "received" not in row else "yes" if row["received"] == row["plan_received"] else "**no**"),
+    column("sent MB", "sent_mb", ".2f"),
+    column("padding", "padding", ".1%"),
+]
+
+
 def table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
     cells = [[head for head, _ in columns], ["---"] * len(columns), *([cell(r) for _, cell in columns] for r in rows)]
     return "\n".join("| " + " | ".join(row) + " |" for row in cells)
@@ -158,11 +192,35 @@ def candidate(name: str, row: Row) -> str:
     return f"**{text}**" if name == row["fastest"] else text
 
 
+def scale_rows(rows: Sequence[Row]) -> list[Row]:
+    """With what follows from them. *1/N* is from the fewest ranks of the model and layout, or the fewest that were timed."""
+    found = []
+    for row in rows:
+        alike = [x for x in rows if (x["model"], x["layout"]) == (row["model"], row["layout"])]
+        first, *_ = ordered = sorted(alike, key=lambda x: x["ranks"])
+        timed = [x for x in ordered if x["fits"]][:1]
+        more: Row = {f"{name}_gib": row[f"{name}_mib"] / 1024 for name in MEMORY if row.get(f"{name}_mib") is not None}
+        more |= {f"{name}_mb": row[name] / 1e6 for name in ("plan_received", "received", "sent") if name in row}
+        more["plan_gib"] = sum(more[f"plan_{kind}_gib"] for kind in ("state", "buffers", "scratch"))
+        more |= {"work_tflop": row["work_flop"] / 1e12, "share": row["own_blocks"] / row["blocks"]}
+        more["work_over"] = row["work_flop"] * row["ranks"] / (first["work_flop"] * first["ranks"]) - 1
+        more["ideal_ms"] = timed[0]["mean_ms"] * timed[0]["ranks"] / row["ranks"] if timed and row["fits"] else None
+        found.append(row | more)
+    return found
+
+
+def scale_tables(rows: Sequence[Row]) -> list[str]:
+    rows = scale_rows(rows)
+    return [table(SCALE, rows), "Memory is above weights and gradients, traffic per step.\n\n" + table(SCALE_BYTES, rows)]
+
+
+MEMORY = ("weights", "plan_state", "plan_buffers", "plan_scratch", "held", "peak")
 KINDS: dict[str, tuple[Sequence[str], Callable[[Sequence[Row]], list[str]]]] = {
     "step": (("model", "optimizer", "mean_ms", "plain_ms", "worst_ms", "peak_mib"), step_tables),
     "train": (("model", "optimizer", "frequency", "mean_ms", "worst_ms", "overhead_mean"), lambda rows: [table(TRAIN, rows)]),
     "solvers": (("source", "spectrum", "d", "exponent", "solver", "error", "failed", "ms"), solver_tables),
     "fastest": (("d", "exponent", "matrices", "fastest", "auto"), fastest_tables),
+    "scale": (("model", "layout", "ranks", "c_n", "mean_ms", "kernels_ms", "wire_ms", "held_mib"), scale_tables),
     # Of the script that is experiments/wikitext.py now.
     "bytes": (("run", "lr", "seed", "bits_per_byte", "wall_s"), lambda rows: [table(BYTES, rows)]),
 }

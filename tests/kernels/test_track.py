@@ -49,7 +49,7 @@ def test_three_passes_are_as_orthogonal(decades, by_tiles):
     for value in (True, False):
         by_tiles(value)
         q = b
-        for shift in (*track.SHIFTS, 0.0):
+        for shift in (*track.shifts(100), 0.0):
             q, pivot = track.cholesky_qr(q, shift)
         assert (pivot > 0.5).all()
         found.append(skew(q))

@@ -8,7 +8,9 @@ import pytest
 
 import lather
 from lather.planning.blocks import Region
+from lather.planning.plan import mean_flops
 from lather.report import models
+from lather.report.plan import on_paper
 
 
 def gpt2(ranks=8, **options):
@@ -32,6 +34,22 @@ def test_sharded_gpt2_receives_at_most_gradients_in_and_directions_out(shard):
     stored = numel / 8 * (2 if shard == "hsdp=4" else 1)
     assert team.inbound_bytes <= 4 * numel / 8 * 1.1
     assert team.outbound_bytes <= 4 * stored * 1.1
+
+
+@pytest.mark.parametrize(
+    ("model", "shard", "ranks"),
+    [("llama-8b", "fsdp", 8), ("llama-8b", "hsdp=8", 64), ("llama-8b", "tp=8", 512), ("llama-70b", "ddp", 512)],
+)
+def test_work_of_a_rank_is_a_share_of_the_whole(model, shard, ranks):
+    """Within 10% of 1/N for the rank with the most, as long as there are ten blocks for each rank."""
+    plan, _ = on_paper(models.load(model), "cuda", None, ranks, shard, None, 1, "Shampoo", {"precondition_frequency": 10})
+    work = [0.0] * ranks
+    for key, numbers in plan.all_banks().items():
+        flops = mean_flops(plan.blocks[numbers[0]], plan.settings[key.group], key.device)
+        for number in numbers:
+            work[plan.owners[number]] += flops
+    assert sum(1 for block in plan.blocks if block.modes) > 10 * ranks
+    assert 0 < max(work) < 1.1 * sum(work) / ranks
 
 
 def test_local_blocks_bring_no_gradients():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -21,7 +22,7 @@ from lather.roots import SOLVERS, Eigh, Minimax, Newton
 pytestmark = pytest.mark.scripts
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-SCRIPTS = ("machine", "common", "models", "report", "step", "train", "solvers", "fastest")
+SCRIPTS = ("machine", "common", "models", "report", "step", "train", "solvers", "fastest", "scale")
 
 
 @pytest.fixture
@@ -188,6 +189,40 @@ def test_fastest_leaves_out_what_fails(bench: dict[str, ModuleType], tmp_path: P
     assert "fails" in rows_of(text)[0]
 
 
+def test_scale(bench: dict[str, ModuleType], tmp_path: Path) -> None:
+    """Every layout, on ranks that are not there. The plan's bytes are those that are counted."""
+    data, text = run(bench["scale"], tmp_path, "--tiny")
+    check_record(data, text, tmp_path)
+    assert not data["notes"] and not torch.distributed.is_initialized()
+    rows = {(row["layout"], row["ranks"]): row for row in data["results"]}
+    assert list(rows) == [(layout, n) for layout in ("fsdp", "hsdp", "tp", "ddp") for n in (2, 4)]
+    numel = sum(math.prod(shape) for shape in shapes_of(load("gpt2-tiny")).values())
+    parts = {"fsdp": (2, 4), "hsdp": (2, 2), "tp": (2, 4), "ddp": (1, 1)}
+    for (layout, n), row in rows.items():
+        assert row["received"] == row["plan_received"] > 0 and row["sent"] > 0 and row["vote"] == 32
+        assert row["wire_ms"] == pytest.approx(max(row["received"], row["sent"]) / {2: 450e6, 4: 50e6}[n])
+        assert row["own_blocks"] <= row["blocks"] and row["work_flop"] * n == pytest.approx(row["c_n"] * row["work_all_flop"])
+        assert row["weights_mib"] * 2**18 >= numel / parts[layout][n // 4] and row["health"] == {}
+    cells = rows_of(text)
+    assert len(cells) == 2 * len(rows) and [line[12] for line in cells[len(rows) :]] == ["yes"] * len(rows)
+    image = tmp_path / "scale.png"
+    assert bench["scale"].main(["--plot", str(tmp_path / "result.json"), "--image", str(image)]) == 0
+    assert image.stat().st_size > 10_000
+
+
+def test_scale_begins_nothing_that_may_end_too_late(bench: dict[str, ModuleType], tmp_path: Path) -> None:
+    data, text = run(bench["scale"], tmp_path, "--tiny", "--layouts", "ddp", "--budget", 0)
+    assert data["results"] == [] and "no time was left for gpt2-tiny, ddp, 2 ranks; gpt2-tiny, ddp, 4 ranks" in text
+
+
+def test_scale_says_what_does_not_fit(bench: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plan is in the tables all the same."""
+    monkeypatch.setattr(bench["scale"], "room_mib", lambda: 0.0)
+    data, text = run(bench["scale"], tmp_path, "--tiny", "--layouts", "fsdp")
+    assert not data["notes"] and [row[9] for row in rows_of(text)[:2]] == ["does not fit"] * 2
+    assert all(row["c_n"] >= 1 and "mean_ms" not in row for row in data["results"])
+
+
 def test_report_writes_the_same_elsewhere_and_refuses_strangers(
     bench: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,6 +256,7 @@ def test_a_failing_row_is_noted_and_the_rest_goes_on(
         ("train", ["--options", "{"], "{"),
         ("solvers", ["--solvers", "nil"], "not a root solver"),
         ("fastest", ["--exponents", "half"], "half"),
+        ("scale", ["--ranks", "12"], "12 is not a multiple"),
     ],
 )
 def test_wrong_arguments_say_what_is_wrong(

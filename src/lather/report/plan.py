@@ -169,6 +169,22 @@ def plan(
     >>> plan(nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 4)), ranks=3, preset="from_sgd").params[1].method
     'sgd'
     """
+    made, rules = on_paper(model, device, dtype, ranks, shard, num_trainers_per_group, stages, preset, given)
+    return PlanReport(made, None, rules)
+
+
+def on_paper(
+    model: nn.Module | Mapping[str, Sequence[int]],
+    device: str | None,
+    dtype: str | None,
+    ranks: int,
+    shard: str,
+    group_size: int | None,
+    stages: int,
+    preset: str,
+    given: Mapping[str, Any],
+) -> tuple[Plan, Sequence[str]]:
+    """The plan that :func:`plan` reports on, for its arguments, and what made each param group."""
     opt = make_optimizer(model, preset, given)
     dtype = dtype and dtype_name("dtype", dtype)
     try:
@@ -176,7 +192,7 @@ def plan(
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is not a device that torch knows: {error}") from error
     ranks, stages = whole("ranks", ranks), whole("stages", stages)
-    trainers = ranks if num_trainers_per_group is None else whole("num_trainers_per_group", num_trainers_per_group)
+    trainers = ranks if group_size is None else whole("num_trainers_per_group", group_size)
     if trainers > MOST_RANKS:
         raise ValueError(
             f"ranks={ranks}: a plan shares the work among at most {MOST_RANKS} ranks; let groups of fewer ranks repeat the work "
@@ -192,7 +208,7 @@ def plan(
             kinds = dtype or dtype_text(p.dtype), 0, layouts[p.dim()], dtype or grad_dtype(p)
             specs.append(Spec(name, tuple(p.shape), g, device or own, *kinds))
     rules = opt._rules if isinstance(model, nn.Module) else ()
-    return PlanReport(make_plan(specs, [resolve(group) for group in opt.param_groups], [range(trainers)], stages), None, rules)
+    return make_plan(specs, [resolve(group) for group in opt.param_groups], [range(trainers)], stages), rules
 
 
 def make_optimizer(model: nn.Module | Mapping[str, Sequence[int]], preset: str, given: Mapping[str, Any]) -> Shampoo:

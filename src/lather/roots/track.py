@@ -11,7 +11,7 @@ from .base import Basis, Root, settle
 from .firstorder import Follower, Frame, coupling, diagonal, first_order, project
 from .products import has_kernels
 
-SHIFTS = (1.0, 0.1)  # one per pass of CholeskyQR, in units of d roundings. Near one, no Cholesky of unit columns breaks down.
+SECOND = 16.0  # most roundings of the second shift
 NOISE = 8.0  # roundings in a product A Q
 TILE = 32  # columns that kernels eliminate at once
 ROWS = 64  # rows per program; with more it runs out of registers
@@ -26,7 +26,7 @@ class Track(Follower):
 
     1. Orthogonal iteration with columns by descending eigenvalue. It follows large moves, because real spectra decay fast.
        With `mu = max(eps, 8 roundings of ||A||)` it separates the eigenvalues that the root separates, and its columns
-       are independent whatever the rank of `A`. `orth` is CholeskyQR on unit columns in two shifted passes.
+       are independent whatever the rank of `A`. `orth` is CholeskyQR in two shifted passes, each on unit columns.
     2. `S = Q^T A Q`, `Q <- orth(Q (I + K))` with `K_ij = S_ij D_ij / (D_ij^2 + 4 S_ij^2 + mu^2)`, `D_ij = S_jj - S_ii`: all
        Jacobi rotations at once, damped. `K` is skew, so `I + K` is well conditioned, and one Cholesky of the Gram matrix
        without a shift is enough. It also removes the loss of orthogonality that step 1 leaves.
@@ -90,10 +90,18 @@ def iterate(a: Tensor, q: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
     size = torch.linalg.vector_norm(b, dim=1, keepdim=True).amax(2, keepdim=True)
     mu = torch.maximum(ridge, NOISE * rounding * size).clamp(min=rounding)  # for a zero factor any basis will do
     b = (b + mu * q).take_along_dim(order[:, None, :], 2)
-    b = b / torch.linalg.vector_norm(b, dim=1, keepdim=True)
-    for shift in SHIFTS:
-        b, _ = cholesky_qr(b, shift)
+    for shift in shifts(a.shape[-1]):  # a shift makes columns short that depend on those before them
+        b, _ = cholesky_qr(b / torch.linalg.vector_norm(b, dim=1, keepdim=True), shift)
     return b, mu
+
+
+def shifts(d: int) -> tuple[float, float]:
+    """Those of the two passes, in units of `d` roundings. Near one, no Cholesky of unit columns breaks down.
+
+    After the first pass columns are nearly orthogonal, except short ones. Their Gram matrix has a few roundings for any `d`.
+    A second shift that grows like `d` would leave the last Cholesky a pivot of `640 / d^2` for factors of low rank.
+    """
+    return 1.0, min(0.1, SECOND / d)
 
 
 def rotate(a: Tensor, q: Tensor, delta: Tensor) -> Tensor:
