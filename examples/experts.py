@@ -88,13 +88,13 @@ class MixtureLayer(common.Layer):
 
 
 def distribute(model: common.Model, args: argparse.Namespace, device: torch.device, ranks: int) -> common.Model:
-    """Tensor parallelism first, then the experts, then FSDP2 for the rest."""
+    """Experts first, then tensor parallelism, then FSDP2 for the rest."""
     mesh, experts_mesh = make_mesh(args, device), make_expert_mesh(args, device, ranks)
     data_mesh = mesh["replicate", "shard"] if args.replicate > 1 else mesh["shard"]
     for layer in model.layers:
+        shard_experts(layer.experts, experts_mesh, ranks)
         if args.tp > 1:
             parallelize_module(layer, mesh["tp"], tensor_parallel_plan())
-        shard_experts(layer.experts, experts_mesh, ranks)
         fully_shard(layer, mesh=data_mesh)
     return fully_shard(model, mesh=data_mesh)
 
@@ -102,8 +102,8 @@ def distribute(model: common.Model, args: argparse.Namespace, device: torch.devi
 def make_expert_mesh(args: argparse.Namespace, device: torch.device, ranks: int) -> DeviceMesh:
     """All ranks again, in two axes: one splits the experts, the other their matrices."""
     size = args.expert_ranks or min(EXPERTS, dist.get_world_size())
-    if dist.get_world_size() % size or EXPERTS % size or args.batch % ranks:
-        raise SystemExit(f"--expert-ranks must divide the number of ranks and the {EXPERTS} experts, and {ranks} the batch")
+    if dist.get_world_size() % size or EXPERTS % size or args.batch % ranks or 64 % ranks:
+        raise SystemExit(f"--expert-ranks must divide the ranks and the {EXPERTS} experts, and {ranks} the batch and 64 windows")
     return init_device_mesh(device.type, (dist.get_world_size() // size, size), mesh_dim_names=("matrices", "experts"))
 
 

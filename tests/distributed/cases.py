@@ -468,9 +468,9 @@ def whole(tensor: Tensor) -> Tensor:
 # Ranks that disagree.
 
 
-def step_with(layout: str, options: Sequence[Options]) -> None:
+def step_with(layout: str, options: Sequence[Options], model: str = "toy") -> None:
     """Each rank has options of its own."""
-    run = Run(layout, Case(options[dist.get_rank()]))
+    run = Run(layout, Case(options[dist.get_rank()], model=model))
     run.set_grads(1)
     run.opt.step()
 

@@ -56,14 +56,20 @@ def test_stages_that_are_saved_as_one_are_refused(tmp_path: Path, pools: Pools) 
     assert len(messages) == 2 and all("flatten_optimizer_state_dict=True" in message for message in messages), outcomes
 
 
+def test_stages_without_a_process_group_are_refused(pools: Pools) -> None:
+    for outcome in pools[4].attempt(cases.step_with, "pipeline", [{"process_group": None}] * 4, "mixture", timeout=20):
+        assert outcome.error == "ValueError" and "Pipeline stages need a process_group each" in outcome.message, outcome
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("layout", PIPELINES)
-@pytest.mark.parametrize("what", ["lr", "momentum", "graft", "load"])
-def test_one_rank_apart(what: str, layout: str, pools: Pools) -> None:
+@pytest.mark.parametrize("what", ["lr", "graft", "load"])
+def test_one_rank_apart(what: str, layout: str, late: bool, pools: Pools) -> None:
     """All ranks of its stage stop. The other stage goes on."""
-    outcomes = pools[4].attempt(cases.one_rank_apart, layout, what, {}, False, "mixture", timeout=20)
+    outcomes = pools[4].attempt(cases.one_rank_apart, layout, what, {}, late, "mixture", timeout=20)
     for outcome in outcomes[:2]:
         assert outcome.error == "ValueError" and ("load_state_dict" if what == "load" else what) in outcome.message, outcome
-        assert "(in step 3)" in outcome.message
+        assert f"(in step {4 if late else 3})" in outcome.message
     assert [outcome.value for outcome in outcomes[2:]] == [5, 5], outcomes
 
 

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -129,6 +130,15 @@ def save(run: Run, folder: Path, step: int) -> None:
 
 
 def train(layout: str, folder: Path, fault: Fault) -> Stored:
+    """The process ends soon after an error, as that of a script does. Ranks that wait for it hear of the error by that alone."""
+    try:
+        return train_on(layout, folder, fault)
+    except Exception:
+        threading.Timer(0.5, crash).start()
+        raise
+
+
+def train_on(layout: str, folder: Path, fault: Fault) -> Stored:
     run = Run(layout, CASE)
     for step in range(1, CASE.steps + 1):
         with fault.strikes(step):

@@ -18,7 +18,7 @@ from ..storage.tensors import checksums, describe, groups_of, layout_of
 from .exchange import Collective
 from .health import failures, to_host, too_many
 from .parameters import Groups, name_of, stored_items
-from .ranks import MADE, PLAN, Comm, Facts, Peers, Ranks, difference, digest, is_trouble
+from .ranks import MADE, PARAMETER, PLAN, Comm, Facts, Peers, Ranks, difference, digest, is_trouble
 from .run import Run
 
 ALARM = 10  # steps between looks at the failures of all ranks
@@ -211,7 +211,7 @@ def make_claim(run: Run, world: Ranks, ranks: Ranks, given: Mapping[str, Any]) -
     mine = [i for i, p in enumerate(params) if _mesh(p, world) == ranks]
     groups = sorted({plan.specs[i].group for i in mine})
     facts = {PLAN: MADE} | {name: str(value) for name, value in given.items()}
-    facts |= {f"parameter number {k}": f"{plan.specs[i].name} {describe(params[i])}" for k, i in enumerate(mine)}
+    facts |= {f"{PARAMETER} {k}": f"{plan.specs[i].name} {describe(params[i])}" for k, i in enumerate(mine)}
     schedule: dict[int, int] = {}
     for g in groups:
         if repeated and plan.settings[g].staggered:

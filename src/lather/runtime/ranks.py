@@ -13,6 +13,7 @@ from torch import Tensor
 Ranks = tuple[int, ...]
 Facts = dict[str, str]  # what a rank tells about itself, in words
 PLAN, MADE = "the plan", "made"  # a fact of every rank; one that has no plan says why instead
+PARAMETER = "parameter number"  # how facts about parameters begin
 
 ABSENT = -(2**62)  # less than any digest, and than any digest's negative
 
@@ -236,6 +237,7 @@ def difference(comm: Comm, facts: Mapping[Ranks, Facts]) -> str | None:
                 return (
                     f"ranks disagree about {label}: {values[ranks[0]]} on rank {ranks[0]} but {values[other]} on rank {other}; "
                     f"build the same model and the same optimizer on every rank of {_some(ranks)}, and change and load them on all"
+                    + (". Pipeline stages need a process_group each" if label.startswith(PARAMETER) else "")
                 )
     return None
 
