@@ -152,7 +152,7 @@ def plan(
     ranks: int = 1,
     shard: str = "ddp",
     num_trainers_per_group: int | None = None,
-    stages: int = 1,
+    stages: int | None = None,
     preset: str = "Shampoo",
     **given: Any,
 ) -> PlanReport:
@@ -175,7 +175,7 @@ def plan(
         torch.device(device or "cpu")
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is not a device that torch knows: {error}") from error
-    ranks, stages = whole("ranks", ranks), whole("stages", stages)
+    ranks, stages = whole("ranks", ranks), None if stages is None else whole("stages", stages)
     trainers = ranks if num_trainers_per_group is None else whole("num_trainers_per_group", num_trainers_per_group)
     if trainers > MOST_RANKS:
         raise ValueError(
@@ -307,7 +307,7 @@ def _rank_report(
         state_bytes=state[place],
         state_bytes_max=max(state),
         state_bytes_mean=sum(state) / trainers,
-        buffer_bytes=sum(unit.buffer_bytes() for unit in units),
+        buffer_bytes=_buffer_bytes(units),
         scratch_bytes=_scratch_bytes(units),
         inbound_bytes=received["inbound"],
         outbound_bytes=received["outbound"],
@@ -319,13 +319,22 @@ def _rank_report(
     )
 
 
+def _buffer_bytes(units: Sequence[UnitPlan]) -> int:
+    """Buffers of messages, with which the units of each team take turns."""
+    shared: dict[ScratchKey, int] = {}
+    for unit in units:
+        shared[unit.message_key] = max(unit.message_bytes, shared.get(unit.message_key, 0))
+    return sum(shared.values())
+
+
 def _scratch_bytes(units: Sequence[UnitPlan]) -> int:
     """What a rank keeps in addition to state and messages: buffers that its units share, and index tables of packed factors."""
     shared: dict[ScratchKey, int] = {}
     tables: dict[tuple[str, str, int], int] = {}
     for unit in units:
         for buffer, numel in unit.scratch():
-            shared[buffer] = max(numel, shared.get(buffer, 0))
+            if buffer != unit.message_key:
+                shared[buffer] = max(numel, shared.get(buffer, 0))
         by_kernels = {part.key for parts in unit.by_kernels for part in parts if part.kernel_factors}
         for key in (key for key in unit.banks if unit.plan.settings[key.group].hyper.packed):
             for d in (d for d, mode in zip(key.shape, key.modes, strict=False) if mode == "full"):
