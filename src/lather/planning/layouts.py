@@ -104,10 +104,10 @@ class Layout:
         return tuple(i for i, axis in zip(self.coordinates(place), self.axes, strict=True) if axis.dim is not None)
 
     def shares(self, shape: Shape, region: Region) -> Shares:
-        """How many elements of a region each place of the first replica stores, without those that store none."""
+        """How many elements of a region places store, of each set of places that store the same. Sets go by their lowest place."""
         if (shape, region) not in self._shares:
             met = [(place, region.meet(self.region(shape, place))) for place in self.holders(shape, region)]
-            self._shares[shape, region] = tuple((place, piece.numel) for place, piece in met if piece)
+            self._shares[shape, region] = tuple((self.sharers[place][0], piece.numel) for place, piece in met if piece)
         return self._shares[shape, region]
 
     def holders(self, shape: Shape, region: Region) -> Iterator[int]:

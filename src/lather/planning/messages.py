@@ -203,7 +203,7 @@ def rounds(plan: Plan, transport: Transport) -> list[list[int]]:
 
 
 def _totals(plan: Plan, numbers: Iterable[int]) -> Counter[int]:
-    """Elements of blocks by the place of the first replica that stores them."""
+    """Elements of blocks that places store, of each set of places that store the same."""
     totals = Counter[int]()
     for number in numbers:
         for place, numel in _shares(plan, number):
@@ -235,7 +235,7 @@ def _swapped(plan: Plan, transport: Transport, me: int) -> Trip:
 class _Spread:
     """Where the messages of owners lie if those to one set of places, which store the same, are laid end to end.
 
-    Sets are named by their place in the first replica.
+    Sets go by their lowest place.
     """
 
     totals: Counter[int]  # elements, by set
@@ -260,7 +260,7 @@ class _Spread:
 def _gathered(plan: Plan, transport: Transport, me: int, numbers: Sequence[int]) -> Trip:
     """An all-gather among the places that store the same, after an all-to-all unless all places store everything."""
     wire, sharers = str(transport.outbound), transport.mesh.sharers
-    ours, copies = _first(plan, transport, me), len(sharers[me])
+    ours, copies = sharers[me][0], len(sharers[me])
     spread = _Spread.of(plan, wire, numbers, me, ours)
     parts = {place: -(-total // copies) for place, total in spread.totals.items()}
     by_owner = {owner: list(some) for owner, some in groupby(numbers, key=plan.owners.__getitem__)}
@@ -289,13 +289,6 @@ def _gathered(plan: Plan, transport: Transport, me: int, numbers: Sequence[int])
     in_order = all(chunk.offset == end for chunk, end in zip(chunks, ends, strict=False))
     swap = tuple(out), tuple(into)
     return Trip(sent, received, lay_out([], wire), swap, () if in_order else tuple(chunks), part, padding)
-
-
-def _first(plan: Plan, transport: Transport, me: int) -> int:
-    """The place of the first replica that stores the same as this one."""
-    mesh = transport.mesh
-    origin = (0,) * len(mesh.replica(me))
-    return next(place for place in mesh.sharers[me] if mesh.replica(place) == origin)
 
 
 def _cut(span: tuple[int, int], part: int) -> Iterator[tuple[int, int, int]]:

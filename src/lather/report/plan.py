@@ -26,7 +26,6 @@ from ..storage.buffers import ScratchKey
 
 Sizes = Mapping[BankKey, Counter[str]]  # bytes of one block of a bank, by kind
 MOST_RANKS = 1 << 14  # that share the work on paper; the report looks at each of them
-WASTE = 0.2  # fraction of padding above which the report says what helps
 
 
 @dataclass(frozen=True)
@@ -354,8 +353,7 @@ def scale_table(ranks: Sequence[int], teams: Sequence[RankReport]) -> str:
         sizes = map(bytes_text, (*memory, team.inbound_bytes, team.outbound_bytes))
         work = f"{team.padding:.1%}", flops_text(team.work_max), f"{team.imbalance:.3f}", bytes_text(team.law_bytes)
         rows.append((str(n), str(team.trainers), *sizes, *work))
-    waste = ["", "Much of this is padding: let fewer ranks share the work (--group, num_trainers_per_group)."]
-    return "\n".join([*table(rows), *(waste if any(team.padding > WASTE for team in teams) else [])])
+    return "\n".join(table(rows))
 
 
 def table(rows: Sequence[Sequence[str]], align: str = "<") -> list[str]:
