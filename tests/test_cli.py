@@ -27,15 +27,6 @@ def test_the_command_line_plans_for_many_ranks(shard, capsys):
     assert "(4P/N + P) C(N)" in table
 
 
-def test_waste_is_pointed_out(capsys):
-    """Fewer blocks than ranks: an all-gather is mostly padding."""
-    hint = "num_trainers_per_group"
-    assert cli.main(["plan", "gpt2-tiny", "--ranks", "64"]) == 0
-    assert hint in capsys.readouterr().out
-    assert cli.main(["plan", "gpt2-tiny", "--ranks", "64", "--group", "2"]) == 0
-    assert hint not in capsys.readouterr().out
-
-
 def test_groups_repeat_the_work(capsys):
     assert cli.main(["plan", "gpt2-tiny", "--ranks", "8", "--group", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["trainers"] == 2

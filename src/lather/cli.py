@@ -62,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument("--ranks", type=parse_counts, metavar="N,N,...", help="numbers of ranks: one line for each")
     size = "number of ranks that share the work (default: all)"
     plan.add_argument("--group", "--num-trainers-per-group", type=positive, metavar="N", help=size)
-    plan.add_argument("--stages", type=positive, default=1, help="default %(default)s")
+    plan.add_argument("--stages", type=positive, default=None, help="by default the plan chooses")
     plan.add_argument("--dtype", help="of the parameters (default: the model's own; float32 for shapes)")
     plan.add_argument("--device", default="cuda", help="of the parameters; decides on root solvers (default %(default)s)")
     add_options(plan)

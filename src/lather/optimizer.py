@@ -103,7 +103,7 @@ class Shampoo(torch.optim.Optimizer):
         communication_dtype: str | torch.dtype | None = None,
         process_group: Any = None,
         num_trainers_per_group: int | None = None,
-        stages: int = 1,
+        stages: int | None = None,
         check_ranks: bool | int = False,
         foreach: bool | None = None,
         fused: bool | None = None,
@@ -120,7 +120,7 @@ class Shampoo(torch.optim.Optimizer):
         self._rules: list[str] = []  # what made each param group, for reports; not in checkpoints
         trainers = None if num_trainers_per_group is None else whole("num_trainers_per_group", num_trainers_per_group)
         period = check_ranks if check_ranks in (0, 1) else whole("check_ranks", check_ranks)  # True is more than 1
-        self._session = Session(process_group, trainers, whole("stages", stages), period)
+        self._session = Session(process_group, trainers, None if stages is None else whole("stages", stages), period)
         super().__init__(params, {name: given[name] for name in OPTIONS})
         warn_of_tables(group for group, rule in zip(self.param_groups, self._rules, strict=True) if not rule)
 
@@ -178,13 +178,10 @@ class Shampoo(torch.optim.Optimizer):
         step = session.begin(self.param_groups, self.state)  # gradients, counts, rates; a new plan, if anything changed
         if step is None:  # nothing to do
             return loss
-        units = session.run.units
-        for unit in units:
-            unit.send(step)  # gradients to the owners of their blocks; nothing if there is one rank
-        for unit in units:
-            unit.compute(step)  # gradients -> directions; those that stay here move the parameters
-        for unit in units:
-            unit.apply(step)  # directions from the owners move the parameters; nothing if there is one rank
+        # Unit.send: gradients to the owners of their blocks. Unit.compute: gradients -> directions; those that stay here move the
+        # parameters. Unit.apply: directions from the owners move the parameters. With one rank there is only the second.
+        for phase in session.run.phases:
+            phase(step)
         session.end(step)
         return loss
 

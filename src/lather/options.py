@@ -303,7 +303,7 @@ OPTIONS: dict[str, Option] = {
 ARGUMENTS: dict[str, tuple[Any, str]] = {
     "process_group": (None, "the ranks that share the work on plain tensors; default: all ranks. A DTensor has the ranks of its mesh"),
     "num_trainers_per_group": (None, "group size. Ranks in a group split the work; groups repeat it without communicating. Default: all ranks that store a parameter"),
-    "stages": (1, "split each step into this many chunks to overlap communication with compute"),
+    "stages": (None, "number of parts of a step, which overlap communication with compute; by default the plan chooses it"),
     "check_ranks": (False, "a number N: every N steps, ranks that store the same part of a parameter check that it has the same bits, and all stop with an error if not. `False`: only in the first step. `True`: in every step, and also which parameters have a gradient, for debugging"),
 }  # fmt: skip
 

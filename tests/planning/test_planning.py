@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 from geometry import count, settings_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lather.planning import owners
+from lather.planning import messages, owners
 from lather.planning.blocks import Region
 from lather.planning.layouts import Axis, Layout, team_of
-from lather.planning.messages import inbound_messages, outbound_messages
-from lather.planning.plan import Plan, Spec, make_plan
+from lather.planning.messages import SCALE, Item, Traffic
+from lather.planning.plan import SIZES, Plan, Spec, Transport, make_plan
 from lather.runtime.unit_plan import UnitPlan
 
 
@@ -56,7 +60,13 @@ def test_holders_are_found(data, shape):
     start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     region = Region(start, tuple(data.draw(st.integers(a + 1, n)) for a, n in zip(start, shape, strict=True)))
     met = [place for place in range(layout.places) if region.meet(layout.region(shape, place))]
-    assert sorted(layout.holders(shape, region)) == met
+    first = list(layout.holders(shape, region))
+    assert sorted(place for one in first for place in layout.sharers[one]) == met
+    assert len({layout.replica(place) for place in first}) == 1
+    assert sum(numel for _, numel in layout.shares(shape, region)) == region.numel
+    for place in range(layout.places):
+        same = [other for other in range(layout.places) if layout.region((12,) * 9, other) == layout.region((12,) * 9, place)]
+        assert layout.sharers[place] == layout.mesh.sharers[place] == tuple(same)
 
 
 @given(plans())
@@ -65,8 +75,8 @@ def test_owners_get_every_gradient_once_and_holders_every_direction(plan: Plan):
     for i, spec in enumerate(plan.specs):
         transports = {key.transport for key, block in zip(plan.keys, plan.blocks, strict=True) if block.param == i}
         for me in places:
-            mine = [m for transport in transports for owner in places for m in plan.outbound(transport, owner, me)]
-            pieces = [m.region for m in mine if plan.blocks[m.block].param == i]
+            owned = [n for transport in transports for owner in places for n in plan.sequence(transport, owner)]
+            pieces = [m.region for m in plan.outbound(owned, me) if plan.blocks[m.block].param == i]
             stored = spec.layout.region(spec.shape, me)
             assert (count(spec.shape, pieces) == count(spec.shape, [stored])).all()
         owned = [m for transport in transports for o in places for h in places for m in plan.inbound(transport, h, o)]
@@ -84,24 +94,104 @@ def test_a_plan_is_a_function_of_its_input(plan: Plan):
         assert alone.blocks == plan.blocks  # blocks know nothing of ranks
 
 
-@given(plans())
-def test_both_ends_of_a_message_agree(plan: Plan):
-    places = range(len(plan.teams[0]))
-    for transport in plan.transports:
-        for messages_of in [inbound_messages] * bool(transport.inbound) + [outbound_messages] * bool(transport.outbound):
-            messages = [messages_of(plan, transport, me) for me in places]
-            for src in places:
-                for dst in places:
-                    sent, received = messages[src][0], messages[dst][1]
-                    to = 0 if transport.gather and messages_of is outbound_messages else dst
-                    assert sent.splits[to] == received.splits[src]
-                    got = [item for item in received.items if item.move.src == src]
-                    start = sum(received.splits[:src])
-                    gone = [item for item in sent.items if to == 0 == len(sent.splits) - 1 or item.move.dst == dst]
-                    base = sum(sent.splits[:to])
-                    assert [(i.move.block, i.move.region, i.offset - start) for i in got] == [
-                        (i.move.block, i.move.region, i.offset - base) for i in gone
-                    ]
+def written(buffer: list[Any], items: Iterable[Item]) -> None:
+    """Put names of elements, and of scales, where the items say."""
+    for item in items:
+        name = item.move.src, item.move.block, item.move.region
+        for k in range(item.move.region.numel):
+            assert buffer[item.offset + k] is None
+            buffer[item.offset + k] = (*name, k)
+        for k in range(0 if item.scale is None else SCALE):
+            assert buffer[(item.scale or 0) + k] is None
+            buffer[(item.scale or 0) + k] = (*name, "scale", k)
+
+
+def assert_read(buffer: list[Any], items: Iterable[Item]) -> None:
+    found, expected = [*buffer], [None] * len(buffer)
+    written(expected, items)
+    assert [x for x, y in zip(found, expected, strict=True) if y is not None] == [y for y in expected if y is not None]
+
+
+def swapped(plan: Plan, buffers: list[list[Any]], trips: list[messages.Trip]) -> None:
+    """What the all-to-all of a trip does to the buffers of all places."""
+    outgoing: dict[tuple[int, int], list[Any]] = {}
+    for me, (trip, buffer) in enumerate(zip(trips, buffers, strict=True)):
+        start = trip.ordered
+        for chunk in trip.chunks:
+            begin = trip.sent.start + chunk.offset
+            buffer[start : start + chunk.numel] = buffer[begin : begin + chunk.numel]
+            start += chunk.numel
+        start = trip.ordered if trip.chunks else trip.sent.start
+        for place, numel in enumerate(trip.swap[0]):
+            outgoing[me, place] = buffer[start : start + numel]
+            start += numel
+    for me, (trip, buffer) in enumerate(zip(trips, buffers, strict=True)):
+        start = trip.relay if trip.part else trip.received.start
+        for place, numel in enumerate(trip.swap[1]):
+            assert len(outgoing[place, me]) == numel
+            buffer[start : start + numel] = outgoing[place, me]
+            start += numel
+
+
+def gathered(plan: Plan, buffers: list[list[Any]], trips: list[messages.Trip], sharers: tuple[tuple[int, ...], ...]) -> None:
+    """What the all-gather of a trip does."""
+    starts = [trip.relay if trip.swap else trip.sent.start for trip in trips]
+    parts = [buffer[start : start + trip.part] for buffer, trip, start in zip(buffers, trips, starts, strict=True)]
+    for me, (trip, buffer) in enumerate(zip(trips, buffers, strict=True)):
+        assert {len(parts[place]) for place in sharers[me]} == {trip.part}
+        whole = [x for place in sharers[me] for x in parts[place]]
+        buffer[trip.received.start : trip.received.start + len(whole)] = whole
+
+
+@pytest.mark.parametrize("largest", [1, 40, 1 << 20])
+@given(plan=plans())
+def test_what_is_sent_arrives(largest: int, plan: Plan):
+    """All places on paper: gradients are put into buffers and arrive, then directions in the same buffers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "ROUND", largest)
+        for transport in plan.transports:
+            traffic = [Traffic.of(plan, transport, me) for me in range(len(plan.teams[0]))]
+            assert len({len(each.outbound) for each in traffic}) == 1  # collectives must match
+            if transport.inbound:
+                buffers = [[None] * (each.nbytes // SIZES[transport.inbound]) for each in traffic]
+                trips = [each.inbound for each in traffic]
+                for buffer, trip in zip(buffers, trips, strict=True):
+                    written(buffer, (*trip.sent.items, *trip.kept.items))
+                swapped(plan, buffers, trips)
+                for buffer, trip in zip(buffers, trips, strict=True):
+                    assert_read(buffer, (*trip.received.items, *trip.kept.items))
+            if transport.outbound:
+                directions_arrive(plan, transport, traffic)
+
+
+def received_range(trip: messages.Trip, copies: int) -> range:
+    return range(trip.received.start, trip.received.start + max(trip.received.numel, copies * trip.part))
+
+
+def directions_arrive(plan: Plan, transport: Transport, traffic: list[Traffic]) -> None:
+    buffers = [[None] * (each.nbytes // SIZES[str(transport.outbound)]) for each in traffic]
+    for buffer, each in zip(buffers, traffic, strict=True):
+        gradients = each.inbound and [*each.inbound.received.items, *each.inbound.kept.items]
+        first = min((i.offset for i in gradients or ()), default=len(buffer)) * SIZES[transport.inbound or "int8"]
+        for trip in each.outbound:
+            written(buffer, (*trip.sent.items, *trip.kept.items))  # while gradients are still there
+            assert (trip.kept.start + trip.kept.numel) * SIZES[str(transport.outbound)] <= first or not gradients
+        copies = len(transport.mesh.sharers[0])
+        for one, other in pairwise(each.outbound):  # the second may begin before the first has been read
+            assert not (set(received_range(one, copies)) & set(received_range(other, copies)))
+            assert not one.swap or not other.swap or abs(one.relay - other.relay) >= max(one.part, other.part)
+    for trips in zip(*(each.outbound for each in traffic), strict=True):
+        if any(trip.swap for trip in trips):
+            swapped(plan, buffers, list(trips))
+        if transport.gather:
+            gathered(plan, buffers, list(trips), transport.mesh.sharers)
+        for me, (buffer, trip) in enumerate(zip(buffers, trips, strict=True)):
+            items = (*trip.received.items, *trip.kept.items)
+            assert_read(buffer, [replace(i, move=replace(i.move, dst=me)) for i in items])
+    for me, each in enumerate(traffic):
+        moves = [item.move for trip in each.outbound for item in (*trip.received.items, *trip.kept.items)]
+        owned = [n for owner in range(len(traffic)) for n in plan.sequence(transport, owner)]
+        assert sorted(m.block for m in moves) == sorted(m.block for m in plan.outbound(owned, me))
 
 
 @given(plans())
@@ -110,8 +200,7 @@ def test_what_need_not_travel_does_not(plan: Plan):
         layout, stored = plan.specs[block.param].layout, plan.stored(block.param, owner)
         if key.transport.inbound is None:
             assert block.region.meet(stored) == block.region
-        if layout.replicated or layout.copies == 1:
-            assert key.transport.gather == (layout.replicated and layout.places > 1)
+        assert key.transport.gather == (layout.copies > 1)
         if layout.places == 1 or (plan.settings[0].geometry.local and layout.copies == 1):
             assert not key.transport.travels
 

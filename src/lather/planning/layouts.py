@@ -15,6 +15,8 @@ from functools import cached_property
 
 from .blocks import Region, Shape
 
+Shares = tuple[tuple[int, int], ...]  # a place, and how many elements it stores
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -41,6 +43,7 @@ class Layout:
     order: tuple[int, ...] = ()
     cells: tuple[int, ...] = ()
     _regions: dict[tuple[Shape, int], Region] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _shares: dict[tuple[Shape, Region], Shares] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def places(self) -> int:
@@ -77,8 +80,38 @@ class Layout:
             self._regions[shape, place] = Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
         return self._regions[shape, place]
 
+    @cached_property
+    def mesh(self) -> Layout:
+        """The same without dimensions: layouts of one mesh copy and split along the same axes, whatever they split."""
+        if self.copies == 1:
+            return Layout((Axis(self.places, 0),))
+        if self.replicated:
+            return Layout.everywhere(self.places)
+        return Layout(tuple(Axis(axis.size, None if axis.dim is None else 0) for axis in self.axes), cells=self.cells)
+
+    @cached_property
+    def sharers(self) -> tuple[tuple[int, ...], ...]:
+        """For every place, the places that store the same, ascending."""
+        found: dict[Shape, list[int]] = {}
+        parts = [self._part(place) for place in range(self.places)]
+        for place, part in enumerate(parts):
+            found.setdefault(part, []).append(place)
+        sets = {part: tuple(places) for part, places in found.items()}
+        return tuple(sets[part] for part in parts)
+
+    def _part(self, place: int) -> Shape:
+        """Which part of a tensor a place stores. Places that store the same have the same."""
+        return tuple(i for i, axis in zip(self.coordinates(place), self.axes, strict=True) if axis.dim is not None)
+
+    def shares(self, shape: Shape, region: Region) -> Shares:
+        """How many elements of a region places store, of each set of places that store the same. Sets go by their lowest place."""
+        if (shape, region) not in self._shares:
+            met = [(place, region.meet(self.region(shape, place))) for place in self.holders(shape, region)]
+            self._shares[shape, region] = tuple((self.sharers[place][0], piece.numel) for place, piece in met if piece)
+        return self._shares[shape, region]
+
     def holders(self, shape: Shape, region: Region) -> Iterator[int]:
-        """The places that store some of a region, found without looking at the others."""
+        """The places of the first replica that store some of a region, found without looking at the others."""
         for cell in _meeting(self, self._splits, [(0, size) for size in shape], region, 0):
             yield self.cells.index(cell) if self.cells else cell
 
@@ -107,14 +140,14 @@ class Layout:
 
 
 def _meeting(layout: Layout, order: Sequence[int], bounds: list[tuple[int, int]], region: Region, cell: int) -> Iterator[int]:
-    """The cells that store some of a region, axis by axis. ``cell`` has the coordinates along the axes before ``order``."""
+    """The cells of the first replica that store some of a region, axis by axis. ``cell`` has the coordinates along the axes
+    before ``order``."""
     if not order:
         yield cell
         return
     axis, stride = layout.axes[order[0]], layout._strides[order[0]]
     if axis.dim is None:
-        for i in range(axis.size):
-            yield from _meeting(layout, order[1:], bounds, region, cell + i * stride)
+        yield from _meeting(layout, order[1:], bounds, region, cell)
         return
     start, stop = bounds[axis.dim]
     chunk = -(-(stop - start) // axis.size)
@@ -134,9 +167,7 @@ def replicas(ranks: Sequence[int], layout: Layout) -> list[tuple[int, ...]]:
     """
     found: dict[Shape, list[int]] = {}
     for cell, rank in enumerate(ranks):
-        where = layout.coordinates(cell)
-        part = tuple(i for i, axis in zip(where, layout.axes, strict=True) if axis.dim is not None)
-        found.setdefault(part, []).append(rank)
+        found.setdefault(layout._part(cell), []).append(rank)
     return [tuple(sorted(some)) for some in found.values() if len(some) > 1]
 
 

@@ -2,16 +2,28 @@
 
 Messages are laid out once, the same way at both ends. Their sizes never depend on what happens in a step, so nothing hangs if
 ranks disagree about a gradient.
+
+[Note: two hops] Owners send directions to the places that store them, in an all-to-all. If several places store the same, each
+of them gets an equal part of it, and an all-gather among them completes it. So nobody receives anything twice, and little of it
+is padding, whoever owns how much. If all places store everything, and owners have about equally much to send, the all-gather
+alone does it.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from __future__ import annotations
 
-from .plan import Move, Plan, Transport
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise, zip_longest
+from typing import NamedTuple
+
+from .plan import SIZES, Move, Plan, Transport
 
 SCALED = "int8"
 SCALE = 4  # bytes of a block's scale in a message of 8-bit numbers
-SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}  # bytes of an element
+ALIGNMENT = 16  # bytes
+ROUND = 32 << 20  # bytes that a place receives in an all-gather; if all is at most twice as much, it is not cut
+WORTH = 0.9  # two hops are taken instead of an all-gather if they move less than this fraction of its bytes
 
 
 @dataclass(frozen=True)
@@ -25,15 +37,107 @@ class Item:
 
 @dataclass(frozen=True)
 class Messages:
-    """Messages end to end: to every place in turn, or from every place."""
+    """Messages end to end, from ``start`` on in a buffer."""
 
     items: tuple[Item, ...]
     splits: tuple[int, ...]  # elements of each message
     wire: str  # dtype
+    start: int = 0
+
+    @property
+    def numel(self) -> int:
+        return sum(self.splits)
 
     @property
     def nbytes(self) -> int:
-        return sum(self.splits) * SIZES[self.wire]
+        return self.numel * SIZES[self.wire]
+
+    def at(self, start: int) -> Messages:
+        """The same elsewhere in the buffer."""
+        by = start - self.start
+        moved = [Item(i.move, i.offset + by, None if i.scale is None else i.scale + by) for i in self.items] if by else self.items
+        return replace(self, items=tuple(moved), start=start)
+
+
+class Chunk(NamedTuple):
+    """Elements that are sent to a place, from an offset in the messages on."""
+
+    place: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Trip:
+    """What one place sends and receives together. ``kept`` does not travel: it is the place's own, as owner and as holder.
+
+    ``swap`` are the elements to and from every place in an all-to-all, if there is one. It sends ``chunks``, in the order of
+    places, if they are not in this order as they lie. ``part`` are the elements from each of the places that store the same in an
+    all-gather, if there is one, and ``padding`` of all that is received in it is of no use. ``ordered`` and ``relay`` are where
+    chunks lie in order, and what goes from the all-to-all to the all-gather.
+    """
+
+    sent: Messages
+    received: Messages
+    kept: Messages
+    swap: tuple[tuple[int, ...], tuple[int, ...]] | None
+    chunks: tuple[Chunk, ...] = ()
+    part: int = 0
+    padding: int = 0
+    ordered: int = 0
+    relay: int = 0
+
+    def received_numel(self, me: int, sharers: int) -> int:
+        """Elements from other places."""
+        swapped = sum(self.swap[1]) - self.swap[1][me] if self.swap else 0
+        return swapped + (sharers - 1) * self.part
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All that a place sends and receives of a transport. Gradients and directions lie in the same bytes of one buffer.
+
+    Its first half has what is sent, its second what is received. Directions are put into the first half when gradients have left
+    it, and arrive in the second when gradients have been taken from there. Two trips that follow each other do not overlap.
+    """
+
+    inbound: Trip | None
+    outbound: tuple[Trip, ...]
+    nbytes: int
+
+    @staticmethod
+    def of(plan: Plan, transport: Transport, me: int) -> Traffic:
+        inbound = inbound_trip(plan, transport, me) if transport.inbound else None
+        trips = outbound_trips(plan, transport, me) if transport.outbound else []
+        starts = list(accumulate((trip.sent.numel + trip.kept.numel for trip in trips), initial=0))
+        relay = starts[-1] + max((trip.sent.numel for trip in trips if trip.chunks), default=0)
+        parts = max((trip.part for trip in trips if trip.swap), default=0)
+        arriving = max((max(trip.received.numel, len(transport.mesh.sharers[me]) * trip.part) for trip in trips), default=0)
+        several = min(2, len(trips))
+        size = SIZES[str(transport.outbound)] if trips else 1
+        there, here = (inbound.sent.nbytes, inbound.received.nbytes + inbound.kept.nbytes) if inbound else (0, 0)
+        middle = _aligned(max(there, size * (relay + several * parts)))
+        placed = [
+            replace(
+                trip,
+                sent=trip.sent.at(start),
+                kept=trip.kept.at(start + trip.sent.numel),
+                received=trip.received.at(middle // size + i % 2 * arriving),
+                ordered=starts[-1],
+                relay=relay + i % 2 * parts,
+            )
+            for i, (trip, start) in enumerate(zip(trips, starts, strict=False))
+        ]
+        if inbound:
+            start = middle // SIZES[inbound.sent.wire]
+            received = inbound.received.at(start)
+            inbound = replace(inbound, received=received, kept=inbound.kept.at(start + received.numel))
+        return Traffic(inbound, tuple(placed), _aligned(middle + max(here, size * several * arriving)))
+
+
+def _aligned(nbytes: int) -> int:
+    """Rounded up, so that numbers of every dtype can follow."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def message_numel(numel: int, pieces: int, wire: str) -> int:
@@ -58,18 +162,145 @@ def lay_out(messages: Iterable[Iterable[Move]], wire: str, *, even: bool = False
     return Messages(tuple(items), tuple(splits), wire)
 
 
-def inbound_messages(plan: Plan, transport: Transport, me: int) -> tuple[Messages, Messages]:
-    """What a place sends as a holder, and what it receives as an owner."""
+def inbound_trip(plan: Plan, transport: Transport, me: int) -> Trip:
+    """Gradients: what a place sends as a holder, and what it receives as an owner."""
     places, wire = range(len(plan.teams[transport.team])), str(transport.inbound)
-    sent = lay_out((plan.inbound(transport, me, owner) for owner in places), wire)
-    return sent, lay_out((plan.inbound(transport, holder, me) for holder in places), wire)
+    sent = lay_out((plan.inbound(transport, me, owner) if owner != me else () for owner in places), wire)
+    received = lay_out((plan.inbound(transport, holder, me) if holder != me else () for holder in places), wire)
+    kept = lay_out([plan.inbound(transport, me, me)], wire)
+    return Trip(sent, received, kept, (sent.splits, received.splits))
 
 
-def outbound_messages(plan: Plan, transport: Transport, me: int) -> tuple[Messages, Messages]:
-    """What a place sends as an owner, and what it receives as a holder."""
-    places, wire = range(len(plan.teams[transport.team])), str(transport.outbound)
-    received = lay_out((plan.outbound(transport, owner, me) for owner in places), wire, even=transport.gather)
+def outbound_trips(plan: Plan, transport: Transport, me: int) -> list[Trip]:
+    """Directions: what a place sends as an owner, and what it receives as a holder. See [Note: two hops]."""
     if not transport.gather:
-        return lay_out((plan.outbound(transport, me, holder) for holder in places), wire), received
-    own = lay_out([plan.outbound(transport, me, me)], wire)
-    return Messages(own.items, (received.splits[me],), wire), received
+        return [_swapped(plan, transport, me)]
+    return [_gathered(plan, transport, me, numbers) for numbers in rounds(plan, transport)]
+
+
+def rounds(plan: Plan, transport: Transport) -> list[list[int]]:
+    """Blocks whose directions are gathered together, in the order of owners.
+
+    A place receives about ``ROUND`` bytes in a round. Rounds take the first blocks of all owners, then the second, and so on, so
+    that owners have equally much to send.
+    """
+    owned = [list(plan.sequence(transport, owner)) for owner in range(len(plan.teams[transport.team]))]
+    turns = [[number for number in turn if number is not None] for turn in zip_longest(*owned)]
+    most = ROUND // SIZES[str(transport.outbound)]
+    if _most(plan, [number for turn in turns for number in turn]) <= 2 * most:
+        return [[number for numbers in owned for number in numbers]]
+    found: list[list[int]] = [[]]
+    totals = Counter[int]()
+    for turn in turns:
+        for some in [turn] if _most(plan, turn) <= most else [[number] for number in turn]:
+            added = _totals(plan, some)
+            if found[-1] and any(totals[place] + numel > most for place, numel in added.items()):
+                found.append([])
+                totals.clear()
+            found[-1] += some
+            totals.update(added)
+    return [sorted(numbers, key=plan.owners.__getitem__) for numbers in found]
+
+
+def _totals(plan: Plan, numbers: Iterable[int]) -> Counter[int]:
+    """Elements of blocks that places store, of each set of places that store the same."""
+    totals = Counter[int]()
+    for number in numbers:
+        for place, numel in _shares(plan, number):
+            totals[place] += numel
+    return totals
+
+
+def _most(plan: Plan, numbers: Iterable[int]) -> int:
+    return max(_totals(plan, numbers).values(), default=0)
+
+
+def _shares(plan: Plan, number: int) -> Sequence[tuple[int, int]]:
+    block = plan.blocks[number]
+    spec = plan.specs[block.param]
+    return spec.layout.shares(spec.shape, block.region)
+
+
+def _swapped(plan: Plan, transport: Transport, me: int) -> Trip:
+    """An all-to-all, because each place stores something else."""
+    places, wire = range(len(plan.teams[transport.team])), str(transport.outbound)
+    mine = list(plan.sequence(transport, me))
+    sent = lay_out((plan.outbound(mine, holder) if holder != me else () for holder in places), wire)
+    owned = (plan.sequence(transport, owner) if owner != me else () for owner in places)
+    received = lay_out((plan.outbound(numbers, me) for numbers in owned), wire)
+    return Trip(sent, received, lay_out([plan.outbound(mine, me)], wire), (sent.splits, received.splits))
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """Where the messages of owners lie if those to one set of places, which store the same, are laid end to end.
+
+    Sets go by their lowest place.
+    """
+
+    totals: Counter[int]  # elements, by set
+    mine: dict[int, tuple[int, int]]  # where the messages of this owner begin and end, by set
+    owners: dict[int, tuple[int, int]]  # where the messages of each owner to this place begin and end
+
+    @staticmethod
+    def of(plan: Plan, wire: str, numbers: Sequence[int], me: int, ours: int) -> _Spread:
+        totals, mine, owners = Counter[int](), dict[int, tuple[int, int]](), dict[int, tuple[int, int]]()
+        for number in numbers:
+            owner = plan.owners[number]
+            for place, numel in _shares(plan, number):
+                start = totals[place]
+                totals[place] += message_numel(numel, 1, wire)
+                if owner == me:
+                    mine[place] = mine.get(place, (start, 0))[0], totals[place]
+                if place == ours:
+                    owners[owner] = owners.get(owner, (start, 0))[0], totals[place]
+        return _Spread(totals, mine, owners)
+
+
+def _gathered(plan: Plan, transport: Transport, me: int, numbers: Sequence[int]) -> Trip:
+    """An all-gather among the places that store the same, after an all-to-all unless all places store everything."""
+    wire, sharers = str(transport.outbound), transport.mesh.sharers
+    ours, copies = sharers[me][0], len(sharers[me])
+    spread = _Spread.of(plan, wire, numbers, me, ours)
+    parts = {place: -(-total // copies) for place, total in spread.totals.items()}
+    by_owner = {owner: list(some) for owner, some in groupby(numbers, key=plan.owners.__getitem__)}
+    places = range(len(plan.teams[transport.team]))
+    if transport.mesh.replicated and not _is_uneven(spread.owners, parts.get(ours, 0), copies):
+        received = lay_out((plan.outbound(by_owner.get(owner, ()), me) for owner in places), wire, even=True)
+        sent, part = lay_out([plan.outbound(by_owner.get(me, ()), me)], wire), received.splits[me]
+        padding = (copies - 1) * part - (spread.totals[ours] - sent.numel)
+        return Trip(replace(sent, splits=(part,)), received, lay_out([], wire), None, (), part, padding)
+    received = lay_out((plan.outbound(some, me) for some in by_owner.values()), wire)
+    sent = lay_out((plan.outbound(by_owner[me], place) for place in spread.mine), wire)
+    starts = dict(zip(spread.mine, accumulate(sent.splits, initial=0), strict=False))
+    chunks = sorted(
+        Chunk(sharers[place][i], starts[place] + start - begin, stop - start)
+        for place, (begin, end) in spread.mine.items()
+        for i, start, stop in _cut((begin, end), parts[place])
+    )
+    part, here = parts.get(ours, 0), sharers[me].index(me)
+    out, into = [0] * len(places), [0] * len(places)
+    for chunk in chunks:
+        out[chunk.place] = chunk.numel
+    for owner, span in spread.owners.items():
+        into[owner] = sum(stop - start for i, start, stop in _cut(span, part) if i == here)
+    padding = copies * part - spread.totals[ours]
+    ends = accumulate((chunk.numel for chunk in chunks), initial=0)
+    in_order = all(chunk.offset == end for chunk, end in zip(chunks, ends, strict=False))
+    swap = tuple(out), tuple(into)
+    return Trip(sent, received, lay_out([], wire), swap, () if in_order else tuple(chunks), part, padding)
+
+
+def _cut(span: tuple[int, int], part: int) -> Iterator[tuple[int, int, int]]:
+    """A span, cut into equal parts that are counted from 0: the number of each part that it meets, and where it does."""
+    begin, end = span
+    first, last = begin // part, -(-end // part)
+    bounds = [begin, *(i * part for i in range(first + 1, last)), end]
+    yield from ((first + i, start, stop) for i, (start, stop) in enumerate(pairwise(bounds)))
+
+
+def _is_uneven(owners: dict[int, tuple[int, int]], part: int, copies: int) -> bool:
+    """Whether two hops move less than an all-gather, in which all messages are as long as the longest."""
+    longest = max((end - begin for begin, end in owners.values()), default=0)
+    moved = sum(stop - start for owner, span in owners.items() for i, start, stop in _cut(span, part) if i != owner)
+    return moved + copies * (copies - 1) * part < WORTH * copies * (copies - 1) * longest

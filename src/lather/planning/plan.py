@@ -22,7 +22,10 @@ ALONE = Layout.everywhere(1)
 # The cost of moving a byte, in FLOPs of float32: a block's elements are read and written many times in a step, and its
 # direction is sent to every holder. The number is the order of magnitude for accelerators and their links.
 FLOPS_PER_BYTE = 1024
-TRIES = 8  # holders of a block that are tried as its owner; if there are more, each holds next to nothing
+TRIES = 8  # holders of a block that are tried as its owner, and places that store the same as each of them
+SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}  # bytes of an element on the way
+# Bytes that an owner sends in a stage, until there are eight stages. Where gradients travel too, more is on the way at a time.
+STAGE, SHORT_STAGE, MOST_STAGES = 64 << 20, 8 << 20, 8
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,8 @@ class Move:
 class Transport:
     """How blocks travel: the dtype on the way to the owner and on the way back, None if nothing has to travel.
 
-    ``gather``: every place stores everything, so directions go out by one all-gather. A stage is computed while the one before
-    travels.
+    ``gather``: several places of the ``mesh`` store the same, so directions go out by all-gathers among them. A stage is computed
+    while the one before travels.
     """
 
     team: int
@@ -63,6 +66,7 @@ class Transport:
     gather: bool = False
     device: str = "cpu"
     stage: int = 0
+    mesh: Layout = ALONE
 
     @property
     def travels(self) -> bool:
@@ -123,7 +127,8 @@ class Plan:
         """In an order that all ranks share."""
 
         def order(t: Transport) -> tuple[Any, ...]:
-            return largest_first(self.teams[t.team]), (t.stage, t.gather, str(t.inbound), str(t.outbound), t.device)
+            kind = t.stage, t.gather, str(t.mesh), str(t.inbound), str(t.outbound), t.device
+            return largest_first(self.teams[t.team]), kind
 
         return tuple(sorted(dict.fromkeys(key.transport for key in self.keys), key=order))
 
@@ -137,22 +142,21 @@ class Plan:
 
     def inbound(self, transport: Transport, src: int, dst: int) -> Iterator[Move]:
         """Gradient pieces that the holder ``src`` sends to the owner ``dst``. They come from the owner's own replica."""
-        for number in self._sequence(transport, dst):
+        for number in self.sequence(transport, dst):
             block = self.blocks[number]
             layout = self.specs[block.param].layout
             serves = layout.copies == 1 or layout.replica(src) == layout.replica(dst)
             if serves and (piece := block.region.meet(self.stored(block.param, src))):
                 yield Move(src, dst, number, piece)
 
-    def outbound(self, transport: Transport, src: int, dst: int) -> Iterator[Move]:
-        """Direction pieces that the owner ``src`` sends to the holder ``dst``."""
-        for number in self._sequence(transport, src):
+    def outbound(self, numbers: Iterable[int], dst: int) -> Iterator[Move]:
+        """Direction pieces of blocks that the holder ``dst`` stores. They come from the owners of the blocks."""
+        for number in numbers:
             block = self.blocks[number]
-            piece = block.region if transport.gather else block.region.meet(self.stored(block.param, dst))
-            if piece:
-                yield Move(src, dst, number, piece)
+            if piece := block.region.meet(self.stored(block.param, dst)):
+                yield Move(self.owners[number], dst, number, piece)
 
-    def _sequence(self, transport: Transport, owner: int) -> Iterator[int]:
+    def sequence(self, transport: Transport, owner: int) -> Iterator[int]:
         """The owner's blocks with this transport, bank by bank, slot by slot."""
         for key, numbers in self.banks(transport.team, owner).items():
             if key.transport == transport:
@@ -175,9 +179,13 @@ def _by_key(keys: Sequence[BankKey]) -> dict[BankKey, list[int]]:
 
 
 def make_plan(
-    specs: Sequence[Spec], settings: Sequence[Settings], teams: Teams = ((0,),), stages: int = 1, settled: Settled | None = None
+    specs: Sequence[Spec],
+    settings: Sequence[Settings],
+    teams: Teams = ((0,),),
+    stages: int | None = None,
+    settled: Settled | None = None,
 ) -> Plan:
-    """Cut every parameter, choose owners, and decide how blocks travel."""
+    """Cut every parameter, choose owners, and decide how blocks travel. The plan chooses the number of stages if none is given."""
     regions = [_regions(spec, settings[spec.group].geometry) for spec in specs]
     _refuse_many_blocks(specs, settings, regions)
     cuts = [cut for index, spec in enumerate(specs) for cut in _cut(index, regions[index], settings[spec.group])]
@@ -190,9 +198,8 @@ def make_plan(
     for block in blocks:
         spec, transport = specs[block.param], transports[block.param]
         keys.append(BankKey(transport, spec.group, spec.device, spec.dtype, block.kind, block.shape, block.modes))
-    if stages > 1:
-        numbers = _stages(blocks, chosen, keys, stages)
-        keys = [replace(key, transport=replace(key.transport, stage=stage)) for key, stage in zip(keys, numbers, strict=True)]
+    numbers = _stages(blocks, chosen, keys, stages)
+    keys = [replace(key, transport=replace(key.transport, stage=n)) if n else key for key, n in zip(keys, numbers, strict=True)]
     ranks = tuple(tuple(team) for team in teams)
     return Plan(tuple(specs), tuple(settings), ranks, blocks, tuple(chosen), tuple(keys))
 
@@ -245,7 +252,8 @@ def _regions(spec: Spec, geometry: Geometry) -> Homes:
     parts, whole = _parts(spec, geometry), Region((0,) * len(spec.shape), spec.shape)
     if not geometry.local or spec.layout.replicated:
         return dict.fromkeys(parts, ())
-    holders = sorted(spec.layout.holders(spec.shape, whole)) if whole.numel else []
+    first = spec.layout.holders(spec.shape, whole) if whole.numel else ()
+    holders = sorted(place for one in first for place in spec.layout.sharers[one])
     refuse_many(len(holders) * len(parts), f"parameter {spec.name} of shape {spec.shape}")
     homes: dict[Region, tuple[int, ...]] = {}
     for place, part in product(holders, parts):
@@ -296,35 +304,49 @@ def _owners(specs: Sequence[Spec], settings: Sequence[Settings], teams: Teams, c
     return chosen
 
 
-def _holders(specs: Sequence[Spec], blocks: Sequence[Block], number: int) -> Iterable[int]:
-    """Some places that store a part of a block; none if all places store all of it."""
+def _holders(specs: Sequence[Spec], blocks: Sequence[Block], number: int) -> Iterator[int]:
+    """Some places that store a part of a block; none if all places store all of it. Blocks begin with different replicas."""
     block = blocks[number]
     spec = specs[block.param]
-    return () if spec.layout.replicated else islice(spec.layout.holders(spec.shape, block.region), TRIES)
+    if spec.layout.replicated:
+        return
+    for holder in islice(spec.layout.holders(spec.shape, block.region), TRIES):
+        same = spec.layout.sharers[holder]
+        yield from (same[(number + i) % len(same)] for i in range(min(TRIES, len(same))))
 
 
 def _transport(spec: Spec, settings: Settings) -> Transport:
     plain, out = Transport(spec.team, device=spec.device), settings.wire_dtype
     if spec.layout.places == 1:
         return plain
-    if spec.layout.replicated:
-        return replace(plain, outbound=out, gather=True)
-    if settings.geometry.local:
-        return replace(plain, outbound=out if spec.layout.copies > 1 else None)
+    plain = replace(plain, gather=spec.layout.copies > 1, mesh=spec.layout.mesh)
+    if spec.layout.replicated or settings.geometry.local:
+        return replace(plain, outbound=out if plain.gather else None)
     # A gradient of 16 bits travels as it is, unless it has coupled decay, which makes it as wide as the arithmetic.
     own, computed = spec.grad_dtype or spec.dtype, dtype_text(settings.hyper.compute_dtype)
     short = own in ("bfloat16", "float16") and settings.decay_mode != "l2"
     return replace(plain, inbound=own if short else computed, outbound=out)
 
 
-def _stages(blocks: Sequence[Block], chosen: Sequence[int], keys: Sequence[BankKey], stages: int) -> list[int]:
+def _stages(blocks: Sequence[Block], chosen: Sequence[int], keys: Sequence[BankKey], stages: int | None) -> list[int]:
     """The stage of every block: what an owner sends, bank after bank, is cut into stages of about the same size."""
     banks = [(key.transport, numbers) for key, numbers in _by_key(keys).items() if key.transport.travels]
-    sent = [(i, (transport.team, chosen[i]), blocks[i].region.numel) for transport, numbers in banks for i in numbers]
+    sent: list[tuple[int, tuple[int, int], int]] = []
+    for transport, numbers in banks:
+        size = SIZES[transport.outbound or str(transport.inbound)]
+        sent += [(i, (transport.team, chosen[i]), size * blocks[i].region.numel) for i in numbers]
     found, seen, totals = [0] * len(blocks), Counter[tuple[int, int]](), Counter[tuple[int, int]]()
-    for _, owner, numel in sent:
-        totals[owner] += numel
-    for i, owner, numel in sent:
-        found[i] = int(stages * (seen[owner] + numel / 2) / totals[owner])
-        seen[owner] += numel
+    for _, owner, nbytes in sent:
+        totals[owner] += nbytes
+    counts = {team: stages or _stage_count(team, banks, totals) for team in {transport.team for transport, _ in banks}}
+    for i, owner, nbytes in sent:
+        found[i] = int(counts[owner[0]] * (seen[owner] + nbytes / 2) / totals[owner])
+        seen[owner] += nbytes
     return found
+
+
+def _stage_count(team: int, banks: Iterable[tuple[Transport, Any]], totals: Mapping[tuple[int, int], int]) -> int:
+    """The number of stages of a team, by the most that one of its owners sends."""
+    both = any(transport.team == team and transport.inbound for transport, _ in banks)
+    most = max(nbytes for owner, nbytes in totals.items() if owner[0] == team)
+    return min(MOST_STAGES, -(-most // (SHORT_STAGE if both else STAGE)))

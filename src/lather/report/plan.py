@@ -26,7 +26,6 @@ from ..storage.buffers import ScratchKey
 
 Sizes = Mapping[BankKey, Counter[str]]  # bytes of one block of a bank, by kind
 MOST_RANKS = 1 << 14  # that share the work on paper; the report looks at each of them
-WASTE = 0.2  # fraction of padding above which the report says what helps
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ def plan(
     ranks: int = 1,
     shard: str = "ddp",
     num_trainers_per_group: int | None = None,
-    stages: int = 1,
+    stages: int | None = None,
     preset: str = "Shampoo",
     **given: Any,
 ) -> PlanReport:
@@ -180,7 +179,7 @@ def on_paper(
     ranks: int,
     shard: str,
     group_size: int | None,
-    stages: int,
+    stages: int | None,
     preset: str,
     given: Mapping[str, Any],
 ) -> tuple[Plan, Sequence[str]]:
@@ -191,7 +190,7 @@ def on_paper(
         torch.device(device or "cpu")
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is not a device that torch knows: {error}") from error
-    ranks, stages = whole("ranks", ranks), whole("stages", stages)
+    ranks, stages = whole("ranks", ranks), None if stages is None else whole("stages", stages)
     trainers = ranks if group_size is None else whole("num_trainers_per_group", group_size)
     if trainers > MOST_RANKS:
         raise ValueError(
@@ -323,7 +322,7 @@ def _rank_report(
         state_bytes=state[place],
         state_bytes_max=max(state),
         state_bytes_mean=sum(state) / trainers,
-        buffer_bytes=sum(unit.buffer_bytes() for unit in units),
+        buffer_bytes=_buffer_bytes(units),
         scratch_bytes=_scratch_bytes(units),
         inbound_bytes=received["inbound"],
         outbound_bytes=received["outbound"],
@@ -335,13 +334,22 @@ def _rank_report(
     )
 
 
+def _buffer_bytes(units: Sequence[UnitPlan]) -> int:
+    """Buffers of messages, with which the units of each team take turns."""
+    shared: dict[ScratchKey, int] = {}
+    for unit in units:
+        shared[unit.message_key] = max(unit.message_bytes, shared.get(unit.message_key, 0))
+    return sum(shared.values())
+
+
 def _scratch_bytes(units: Sequence[UnitPlan]) -> int:
     """What a rank keeps in addition to state and messages: buffers that its units share, and index tables of packed factors."""
     shared: dict[ScratchKey, int] = {}
     tables: dict[tuple[str, str, int], int] = {}
     for unit in units:
         for buffer, numel in unit.scratch():
-            shared[buffer] = max(numel, shared.get(buffer, 0))
+            if buffer != unit.message_key:
+                shared[buffer] = max(numel, shared.get(buffer, 0))
         by_kernels = {part.key for parts in unit.by_kernels for part in parts if part.kernel_factors}
         for key in (key for key in unit.banks if unit.plan.settings[key.group].hyper.packed):
             for d in (d for d, mode in zip(key.shape, key.modes, strict=False) if mode == "full"):
@@ -361,8 +369,7 @@ def scale_table(ranks: Sequence[int], teams: Sequence[RankReport]) -> str:
         sizes = map(bytes_text, (*memory, team.inbound_bytes, team.outbound_bytes))
         work = f"{team.padding:.1%}", flops_text(team.work_max), f"{team.imbalance:.3f}", bytes_text(team.law_bytes)
         rows.append((str(n), str(team.trainers), *sizes, *work))
-    waste = ["", "Much of this is padding: let fewer ranks share the work (--group, num_trainers_per_group)."]
-    return "\n".join([*table(rows), *(waste if any(team.padding > WASTE for team in teams) else [])])
+    return "\n".join(table(rows))
 
 
 def table(rows: Sequence[Sequence[str]], align: str = "<") -> list[str]:

@@ -15,11 +15,10 @@ from ..planning.plan import Plan, largest_first
 from ..settings import Settings
 from ..storage.averaging import is_training
 from ..storage.tensors import checksums, describe, groups_of, layout_of
-from .exchange import Collective
 from .health import failures, to_host, too_many
 from .parameters import Groups, name_of, stored_items
 from .ranks import MADE, PARAMETER, PLAN, Comm, Facts, Peers, Ranks, difference, digest, is_trouble
-from .run import Run
+from .run import Phase, Run
 
 ALARM = 10  # steps between looks at the failures of all ranks
 
@@ -91,8 +90,8 @@ class Agreement:
         self.loads = 0  # checkpoints that were loaded, or refused
         self._given, self._calls, self._loads = given, 0, 0
         self._due, self._compared = True, False  # whether values are to be compared in this step, and whether they ever were
-        self._plan: Plan | None = None  # the last one that ranks agreed on, and the collectives of its steps
-        self._collectives: list[Collective] = []
+        self._plan: Plan | None = None  # the last one that ranks agreed on, and the phases of its steps
+        self._phases: Sequence[Phase] = ()
         self._claims: list[Claim] = []  # at the last vote, by mesh
         self._claimed: Plan | None = None  # the plan that they are of
         self._answer: Any = None  # to the last vote, on its way from the device
@@ -116,7 +115,7 @@ class Agreement:
             if error is not None:
                 raise error
             run.connect()
-            self._plan, self._collectives = run.plan, run.collectives()
+            self._plan, self._phases = run.plan, run.phases
         self._loads = self.loads
         return True
 
@@ -137,10 +136,8 @@ class Agreement:
         self._answer = to_host(answer)
         if (intent.error is None and intent.run.plan is self._plan) or not is_trouble(_arrived(self._answer)):
             return True
-        for collective in self._collectives:  # the others are in this step, and hear of it before the next one
-            collective.start_void()
-        for collective in self._collectives:
-            collective.finish()
+        for phase in self._phases:  # the others are in this step, and hear of it before the next one
+            phase(None)
         return False
 
     def _claim(self, intent: Intent, due: bool) -> None:

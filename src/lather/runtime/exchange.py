@@ -1,15 +1,16 @@
 """Carries pieces of gradients to the owners of their blocks, and pieces of directions to their holders.
 
-A collective moves one persistent buffer of bytes, so every dtype travels over every backend.
+A collective moves bytes, so every dtype travels over every backend.
 """
 
+from collections.abc import Callable
 from typing import Any, cast, final
 
 import torch
 from torch import Tensor
 
 from ..linalg import per_slot
-from ..planning.messages import SCALED, Messages
+from ..planning.messages import SCALED
 from .ranks import Comm
 
 
@@ -37,30 +38,16 @@ def rounded(p: Tensor, wire: str) -> Tensor:
 
 @final
 class Collective:
-    """One collective of every step: what is sent, what is received, and the work in progress."""
+    """One collective of every step, with buffers of its own, and the work in progress."""
 
-    def __init__(self, messages: tuple[Messages, Messages], sent: Tensor, received: Tensor, comm: Comm, gather: bool = False):
-        """``sent`` and ``received`` are bytes, at least as many as the messages take."""
-        self.outgoing, self.incoming = messages
-        self._comm, self._gather = comm, gather
-        dtype = getattr(torch, self.outgoing.wire)
-        self.sent = sent[: self.outgoing.nbytes].view(dtype)
-        self.received = received[: self.incoming.nbytes].view(dtype)
+    def __init__(self, comm: Comm, begin: Callable[[], Any]) -> None:
+        self._comm, self._begin = comm, begin
         self._work: Any = None
 
     def start(self) -> None:
         self._comm.check_alive()
-        if self._gather:
-            self._work = self._comm.gather(self.received, self.sent)
-        else:
-            self._work = self._comm.exchange(self.received, self.sent, self.incoming.splits, self.outgoing.splits)
+        self._work = self._begin()
 
-    def start_void(self) -> None:
-        """With NaN in every dtype, so that what the others get from here moves nothing."""
-        self.sent.view(torch.uint8).fill_(255)
-        self.start()
-
-    def finish(self) -> Tensor:
+    def finish(self) -> None:
         self._work.wait()
         self._work = None
-        return self.received

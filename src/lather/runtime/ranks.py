@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Ranks = tuple[int, ...]
+Parts = tuple[tuple[int, ...], ...]  # the places of a team, divided among process groups
 Facts = dict[str, str]  # what a rank tells about itself, in words
 PLAN, MADE = "the plan", "made"  # a fact of every rank; one that has no plan says why instead
 PARAMETER = "parameter number"  # how facts about parameters begin
@@ -22,17 +23,24 @@ ABSENT = -(2**62)  # less than any digest, and than any digest's negative
 class Comm:
     """The process group of a team. It is found or made on the first use, which is a collective of its ranks."""
 
-    def __init__(self, ranks: Sequence[int], device: torch.device, known: Sequence[Any] = (), together: bool = False) -> None:
-        """``together``: the first use is a collective of the whole world, and teams are equal parts of consecutive ranks."""
+    def __init__(
+        self, ranks: Sequence[int], device: torch.device, known: Sequence[Any] = (), together: Parts | None = None
+    ) -> None:
+        """``together``: the first use is a collective of the whole world, in which teams are equal parts of consecutive ranks, and
+        this has the places of all groups that each team makes."""
         self.ranks = tuple(ranks)
-        self.together = together
-        self._device, self._known = device, list(known)
+        self._device, self._known, self._together = device, list(known), together
         self._group: Any = None
+
+    @property
+    def order(self) -> Any:
+        """Sort key, in which groups must be made: first those that all ranks make together, in an order that they share."""
+        return self._together is None, len(self.ranks) * -1, self._together or self.ranks
 
     @property
     def group(self) -> Any:
         if self._group is None:
-            self._group = _find_group(self.ranks, self._known, self.together)
+            self._group = _find_group(self.ranks, self._known, self._together)
         return self._group
 
     @property
@@ -163,7 +171,7 @@ class Peers:
         return message
 
 
-def _find_group(ranks: Ranks, known: Sequence[Any], together: bool) -> Any:
+def _find_group(ranks: Ranks, known: Sequence[Any], together: Parts | None) -> Any:
     """An existing group of these ranks, or a new one."""
     if not dist.is_initialized():
         raise RuntimeError(f"the process group of ranks {_some(ranks)} was destroyed; save the optimizer's state before that")
@@ -171,17 +179,18 @@ def _find_group(ranks: Ranks, known: Sequence[Any], together: bool) -> Any:
     for group in (*known, everyone):  # first those that the user made
         if group is not None and tuple(dist.get_process_group_ranks(group)) == ranks:
             return group
-    return _split_world(everyone, len(ranks))[ranks] if together else _new_group(everyone, ranks)
+    return _split_world(everyone, together)[ranks] if together else _new_group(everyone, ranks)
 
 
 # Groups are kept as long as their world exists, so that a second optimizer finds them.
 
 
 @cache
-def _split_world(everyone: Any, size: int) -> dict[Ranks, Any]:
-    """Groups of this many consecutive ranks. A collective of all ranks."""
-    parts = [tuple(range(start, start + size)) for start in range(0, dist.get_world_size(), size)]
-    return {part: dist.new_group(list(part)) for part in parts}
+def _split_world(everyone: Any, parts: Parts) -> dict[Ranks, Any]:
+    """The same groups of all teams of consecutive ranks. A collective of all ranks."""
+    starts = range(0, dist.get_world_size(), sum(map(len, parts)))
+    groups = [tuple(start + place for place in part) for start in starts for part in parts]
+    return {ranks: dist.new_group(list(ranks)) for ranks in groups}
 
 
 @cache

@@ -1,26 +1,30 @@
 """A plan at work on this rank: its banks, units and process groups, and the views that are checkpointed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..compute.bank import Bank
-from ..planning.plan import Plan, largest_first, make_plan
+from ..planning.layouts import Layout
+from ..planning.plan import Plan, make_plan
 from ..settings import Settings
 from ..storage import averaging
 from ..storage.averaging import Averages, Groups, Views
 from ..storage.step import Rate, Step, Stored
 from ..storage.tensors import groups_of, is_dtensor, layout_of, local, local_gradient
 from . import checkpoint
-from .exchange import Collective
-from .ranks import Comm, Ranks
+from .ranks import Comm, Parts, Ranks
 from .unit import Unit
 from .unit_plan import identity, make_banks, make_units
 
 Entries = Mapping[Tensor, Mapping[str, Any]]  # the state of parameters
+Phase = Callable[[Step | None], None]
+Sharers = Mapping[tuple[int, Layout], Comm]  # of places that store the same, by team and mesh
 
 
 @dataclass
@@ -33,7 +37,9 @@ class Run:
     banks: list[Bank] = field(default_factory=list)  # of this rank
     units: list[Unit] = field(default_factory=list)  # in the order of their collectives
     comms: dict[int, Comm] = field(default_factory=dict)  # by team, if it has more than one rank
+    sharers: Sharers = field(default_factory=dict)
     views: list[Views] = field(default_factory=list)  # what is published as the optimizer's state
+    phases: Sequence[Phase] = ()  # of a step, in their order
     counter: Tensor = field(default_factory=lambda: torch.zeros(0, device="cpu"))  # published as "step"
     steps: list[int] = field(default_factory=list)  # the same on the host
     sharded: list[bool] = field(default_factory=list)  # whether parameters are DTensors
@@ -114,13 +120,8 @@ class Run:
 
     def connect(self) -> None:
         """Make missing process groups, in an order that all ranks share."""
-        for comm in sorted(self.comms.values(), key=lambda comm: (not comm.together, largest_first(comm.ranks))):
+        for comm in sorted((*self.comms.values(), *self.sharers.values()), key=attrgetter("order")):
             comm.check_alive()
-
-    def collectives(self) -> list[Collective]:
-        """Those of a step, in their order."""
-        both = [unit.inbound for unit in self.units], [unit.outbound for unit in self.units]
-        return [collective for some in both for collective in some if collective is not None]
 
     # State.
 
@@ -154,7 +155,13 @@ class Run:
 
 
 def make_run(
-    plan: Plan, places: Sequence[int], params: list[Tensor], state: Entries, before: Run, groups: Groups, comms: Sequence[Comm]
+    plan: Plan,
+    places: Sequence[int],
+    params: list[Tensor],
+    state: Entries,
+    before: Run,
+    groups: Groups,
+    comms: tuple[Sequence[Comm], Sharers],
 ) -> Run:
     """Banks and units for the plan. ``state`` is copied by key. A bank of the same blocks as one ``before`` keeps its memory."""
     old = {identity(bank, before.params): bank for bank in before.banks}
@@ -167,9 +174,30 @@ def make_run(
     for bank in banks:
         if state and bank not in old.values():
             bank.state_changed(plan.settings[bank.key.group])
-    run.comms = {team: comm for team, comm in enumerate(comms) if len(comm.ranks) > 1}
-    run.units = make_units(plan, places, banks, comms, params)
+    teams, run.sharers = comms
+    run.comms = {team: comm for team, comm in enumerate(teams) if len(comm.ranks) > 1}
+    run.units = make_units(plan, places, banks, lambda t: (teams[t.team], run.sharers.get((t.team, t.mesh), teams[t.team])), params)
+    run.phases = in_turn(run.units)
     return run
+
+
+def in_turn(units: Sequence[Unit]) -> list[Phase]:
+    """The phases of units, in the order of their collectives, which all ranks share.
+
+    While a unit is computed, the gradients of the next one in its team and the directions of the last one are on the way. Units
+    of all teams take their first turn together, then their second, so ranks of several teams never wait for each other in a
+    circle.
+    """
+    teams: dict[int, list[Unit]] = {}
+    for unit in units:
+        teams.setdefault(unit.team, []).append(unit)
+    turns = [[unit for unit in turn if unit is not None] for turn in zip_longest(*teams.values())]
+    phases: list[Phase] = []
+    for before, now, after in zip(([], [], *turns), ([], *turns, []), (*turns, [], []), strict=True):
+        phases += [unit.send for unit in after if unit.inbound]
+        phases += [unit.compute for unit in now]
+        phases += [unit.apply for unit in before if unit.outbound]
+    return phases
 
 
 def _make_views(plan: Plan, params: Sequence[Tensor], banks: Sequence[Bank], groups: Groups) -> tuple[list[Views], Tensor]:
@@ -189,9 +217,22 @@ def _make_views(plan: Plan, params: Sequence[Tensor], banks: Sequence[Bank], gro
     return views, counter
 
 
-def make_comms(plan: Plan, params: Sequence[Tensor], world: Ranks, everyone: Ranks, process_group: Any) -> list[Comm]:
-    """For each team. ``world`` is the process group. If ``everyone`` stores a parameter, all ranks make its groups together."""
+def make_comms(
+    plan: Plan, places: Sequence[int], params: Sequence[Tensor], world: Ranks, everyone: Ranks, process_group: Any
+) -> tuple[list[Comm], Sharers]:
+    """For each team, and for the places in it that store the same as this one. ``world`` is the process group.
+
+    If ``everyone`` stores a parameter, all ranks make its groups together.
+    """
     known = [process_group, *(group for p in params for group in groups_of(p))]
     devices = {spec.team: p.device for spec, p in zip(plan.specs, params, strict=True)}
     worldwide = {spec.team for spec, p in zip(plan.specs, params, strict=True) if layout_of(p, world)[0] == everyone}
-    return [Comm(team, devices[number], known, number in worldwide) for number, team in enumerate(plan.teams)]
+
+    def comm(team: int, parts: Parts) -> Comm:
+        (mine,) = (part for part in parts if places[team] in part)
+        ranks = [plan.teams[team][place] for place in mine]
+        return Comm(ranks, devices[team], known, parts if team in worldwide else None)
+
+    partial = {(t.team, t.mesh) for t in plan.transports if t.gather and not t.mesh.replicated}
+    teams = [comm(team, (tuple(range(len(ranks))),)) for team, ranks in enumerate(plan.teams)]
+    return teams, {(team, mesh): comm(team, tuple(dict.fromkeys(mesh.sharers))) for team, mesh in partial}

@@ -35,7 +35,7 @@ State = dict[Tensor, dict[str, Any]]
 class Session:
     """What an optimizer runs on: its plan, state and ranks. Methods take its current param groups and state."""
 
-    def __init__(self, process_group: Any, trainers: int | None, stages: int, check_ranks: int) -> None:
+    def __init__(self, process_group: Any, trainers: int | None, stages: int | None, check_ranks: int) -> None:
         self.process_group, self.trainers, self._stages, self._check_ranks = process_group, trainers, stages, check_ranks
         self._structure: list[tuple[Any, ...]] = []  # options that may not change any more, by param group
         self._owners: dict[tuple[int, int, int], int] = {}  # place, by param group, position in it, block
@@ -146,7 +146,7 @@ class Session:
             self.reset()
         elif self.run.is_replaced(state, thorough):  # rebuild from the tensors that the user put there
             self.run.finish()
-            self._signature, self.run.units, self.run.banks = None, [], []
+            self._signature, self.run.units, self.run.phases, self.run.banks = None, [], [], []
         last = self.settings
         self.settings = [resolve(group, last[g] if g < len(last) else None) for g, group in enumerate(groups)]
         world = self.world()
@@ -196,7 +196,7 @@ class Session:
         params = [p for *_, p in trainable]
         check_memory(plan, places, {spec.device: p.device for spec, p in zip(plan.specs, params, strict=True)})
         old = {p: state[p] for p in params if p in state} if started else {}
-        comms = make_comms(plan, params, world, all_ranks(None), self.process_group)
+        comms = make_comms(plan, places, params, world, all_ranks(None), self.process_group)
         self.run = make_run(plan, places, params, old, before, groups, comms)
         state.clear()
         state.update({p: dict(views) for p, views in zip(params, self.run.views, strict=True)})

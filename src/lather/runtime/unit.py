@@ -23,6 +23,7 @@ from .exchange import Collective, encode, rounded
 class MessageGrids:
     """Where the values of blocks, and their scales, lie in a buffer of messages."""
 
+    messages: Tensor
     values: Sequence[Grid]
     scales: Sequence[Grid]
 
@@ -42,10 +43,36 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Banks that share a transport. A step runs its three phases for all units, one phase after the other."""
+class Round:
+    """Directions that go out together. See [Note: two hops] in :mod:`lather.planning.messages`."""
 
+    chunks: Sequence[tuple[Tensor, Tensor]]  # what has to be put in order before it is sent
+    swap: Collective | None
+    gather: Collective | None
+    receives: tuple[Pieces, ...]  # the parameters that arriving directions move
+
+    def start(self) -> None:
+        copy_pairs(self.chunks)
+        if self.swap:
+            self.swap.start()
+        if self.gather:
+            if self.swap:
+                self.swap.finish()
+            self.gather.start()
+
+    def finish(self) -> None:
+        if last := self.gather or self.swap:
+            last.finish()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Banks that share a transport. A step has three phases. A rank that has to miss the step takes part without one: what the
+    others get from it is NaN in every dtype, so that it moves nothing."""
+
+    team: int
     executors: tuple[Executor[Any], ...]
+    messages: Tensor  # bytes, the same for gradients and directions
     # If gradients stay where they are:
     reads: Mapping[SliceId, Pieces]  # those that an executor needs in a stack
     looks: Mapping[SliceId, Look]  # those of every slice, for metrics
@@ -57,38 +84,47 @@ class Unit:
     # If directions stay:
     writes: Mapping[SliceId, Pieces]  # the parameters that they move
     # If directions travel:
-    outbound: Collective | None
+    outbound: tuple[Round, ...]
     departures: Mapping[SliceId, MessageGrids]  # in the messages to holders
-    receives: tuple[Pieces, ...]  # the parameters that arriving directions move
 
-    def send(self, step: Step) -> None:
+    def send(self, step: Step | None) -> None:
         """Phase 1, storage to compute: gradients leave for the owners of their blocks."""
-        if self.inbound:
+        assert self.inbound
+        if step is None:
+            self.messages.fill_(255)
+        else:
             for pieces in self.sends:
-                pieces.post(pieces.read(step))
-            self.inbound.start()
+                pieces.post(step)
+        self.inbound.start()
 
-    def compute(self, step: Step) -> None:
-        """Phase 2: batched mathematics. Directions that stay are applied at once."""
-        received = self.inbound.finish() if self.inbound else None
-        for executor in self.executors:
-            self._run(executor, received, step)
-        if self.outbound:
-            self.outbound.start()
+    def compute(self, step: Step | None) -> None:
+        """Phase 2: batched mathematics. Directions that stay are applied at once, and others leave."""
+        if self.inbound:
+            self.inbound.finish()
+        if step is None:
+            self.messages.fill_(255)
+        else:
+            for executor in self.executors:
+                self._run(executor, step)
+        for first in self.outbound[:1]:
+            first.start()
 
-    def apply(self, step: Step) -> None:
+    def apply(self, step: Step | None) -> None:
         """Phase 3, compute to storage: directions that arrived move the parameters, even those without a gradient on this rank."""
-        if self.outbound:
-            self.outbound.finish()
-            for pieces in self.receives:
-                pieces.write(pieces.directions(), step)
+        for this, after in zip(self.outbound, (*self.outbound[1:], None), strict=True):
+            this.finish()
+            if after:
+                after.start()
+            if step is not None:
+                for pieces in this.receives:
+                    pieces.write(pieces.directions(), step)
 
-    def _run(self, executor: Executor[Any], received: Tensor | None, step: Step) -> None:
+    def _run(self, executor: Executor[Any], step: Step) -> None:
         """Give an executor its gradients, and send or apply its directions."""
         settings, job = step.settings[executor.key.group], executor.job(step)
         directions: Sequence[Tensor] = ()
         if job is not None:
-            stacks = [self._stack(part, received, step) for part in executor.slices]
+            stacks = [self._stack(part, step) for part in executor.slices]
             with _scope(executor.device, settings.precision):
                 directions = executor.update(job, stacks)
                 if step.record is not None:
@@ -111,20 +147,19 @@ class Unit:
             grads = look.read(step, executor.device).view(-1, *part.key.shape) if look else self.stacks[part.id]
             step.record.look(part, job, slice(first, last), grads)
 
-    def _stack(self, part: BoundSlice, received: Tensor | None, step: Step) -> Tensor | None:
+    def _stack(self, part: BoundSlice, step: Step) -> Tensor | None:
         """The gradients ``[n, ...]`` of a slice of a bank. None if its executor reads them where they are."""
-        if received is None:
+        if self.inbound is None:
             pieces = self.reads.get(part.id)
             return pieces.read(step).view(-1, *part.key.shape) if pieces else None
-        stack, grids = self.stacks[part.id], self.arrivals[part.id].values
-        copy_pairs([(grid.of_tensor(_unmerged(stack, grid)), grid.of_flat(received)) for grid in grids])
+        stack, grids = self.stacks[part.id], self.arrivals[part.id]
+        copy_pairs([(grid.of_tensor(_unmerged(stack, grid)), grid.of_flat(grids.messages)) for grid in grids.values])
         return stack
 
     def _post(self, part: SliceId, directions: Tensor, wire: str) -> None:
         """Copy directions into the messages that carry them away."""
-        assert self.outbound
         values, scale = encode(directions, wire)
-        grids, sent = self.departures[part], self.outbound.sent
+        grids, sent = self.departures[part], self.departures[part].messages
         copy_pairs([(grid.of_flat(sent), grid.of_tensor(_unmerged(values, grid))) for grid in grids.values])
         if scale is not None:
             raw = scale.view(torch.int8).view(-1, SCALE)

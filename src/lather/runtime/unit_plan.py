@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, final
 
@@ -16,16 +18,21 @@ from ..compute.graphs import Graphs
 from ..compute.kernel_executor import KernelExecutor
 from ..compute.slices import BankSlice, BoundSlice, SliceId, Window, divide_banks, find_window, scratch_sizes
 from ..compute.torch_executor import TorchExecutor
-from ..planning.messages import SCALE, SIZES, Messages, inbound_messages, message_numel, outbound_messages
-from ..planning.plan import BankKey, Plan, Transport
+from ..planning.messages import SCALE, Item, Traffic, Trip
+from ..planning.plan import SIZES, BankKey, Plan, Transport
 from ..storage import averaging
 from ..storage.buffers import Pieces, Scratch, ScratchKey, Span, spans
 from ..storage.grids import Grid, coalesce
 from ..storage.tensors import is_regular, local
 from .exchange import Collective
 from .ranks import Comm
-from .unit import Look, MessageGrids, Unit
+from .unit import Look, MessageGrids, Round, Unit
 
+Comms = Callable[[Transport], tuple[Comm, Comm]]  # of a transport's team, and of the places that store the same as this one
+
+# Units of a team take turns with buffers of messages. The gradients of the next unit and the directions of the last one are on
+# the way while one is computed.
+BUFFERS = 3
 FEW = 64  # the most kernel executors that use CUDA graphs; with more of them launches are not what takes time
 
 
@@ -52,36 +59,42 @@ def identity(bank: Bank, params: Sequence[Tensor]) -> tuple[Any, ...]:
     return key.group, key.dtype, key.kind, key.shape, key.modes, bank.stack.dtype, bank.stack.device, blocks
 
 
-def make_units(
-    plan: Plan, places: Sequence[int], banks: Sequence[Bank], comms: Sequence[Comm], params: Sequence[Tensor]
-) -> list[Unit]:
+def make_units(plan: Plan, places: Sequence[int], banks: Sequence[Bank], comms: Comms, params: Sequence[Tensor]) -> list[Unit]:
     """All units, also those in which this rank owns nothing, in an order that all ranks share."""
     scratch = Scratch({spec.device: p.device for spec, p in zip(plan.specs, params, strict=True)})
     plans = plan_units(plan, places, [local(p) for p in params])
     for key, numel in (need for each in plans for need in each.scratch()):
         scratch.reserve(key, numel)
-    return [each.unit(scratch, banks, comms[each.transport.team]) for each in plans]
+    return [each.unit(scratch, banks, *comms(each.transport)) for each in plans]
 
 
 def plan_units(plan: Plan, places: Sequence[int], stored: Sequence[Tensor] = ()) -> list[UnitPlan]:
-    return [UnitPlan(plan, transport, places[transport.team], stored) for transport in plan.transports]
+    turns, units = Counter[int](), []
+    for transport in plan.transports:
+        units.append(UnitPlan(plan, transport, places[transport.team], stored, turns[transport.team] % BUFFERS))
+        turns[transport.team] += 1
+    return units
 
 
 @final
 class UnitPlan:
-    """A unit of one place, from the plan alone. ``stored`` only tells how parameters lie in memory, by default contiguous."""
+    """A unit of one place, from the plan alone. ``stored`` only tells how parameters lie in memory, by default contiguous.
 
-    def __init__(self, plan: Plan, transport: Transport, me: int, stored: Sequence[Tensor] = ()) -> None:
+    ``buffer`` is the number of the buffer of messages that it uses.
+    """
+
+    def __init__(self, plan: Plan, transport: Transport, me: int, stored: Sequence[Tensor] = (), buffer: int = 0) -> None:
         self.plan, self.transport, self.me, self.stored = plan, transport, me, stored
         banks = plan.banks(transport.team, me).items()
         self.banks = {key: numbers for key, numbers in banks if key.transport == transport}
-        self.inbound = inbound_messages(plan, transport, me) if transport.inbound else None
-        self.outbound = outbound_messages(plan, transport, me) if transport.outbound else None
+        traffic = Traffic.of(plan, transport, me)
+        self.inbound, self.outbound, self.message_bytes = traffic.inbound, traffic.outbound, traffic.nbytes
+        self.message_key: ScratchKey = f"messages {transport.team}.{buffer}", transport.device, torch.uint8
         self.by_kernels = self._by_kernels()  # slices that go through kernels together
         together = {part.key for parts in self.by_kernels for part in parts}
         self.by_torch = [BankSlice(key, 0, len(numbers)) for key, numbers in self.banks.items() if key not in together]
-        self.sends = spans(plan, me, self.inbound[0].items) if self.inbound else []
-        self.receives = spans(plan, me, self.outbound[1].items) if self.outbound else []
+        self.sends = spans(plan, me, (*self.inbound.sent.items, *self.inbound.kept.items)) if self.inbound else []
+        self.receives = [spans(plan, me, (*trip.received.items, *trip.kept.items)) for trip in self.outbound]
         self.reads = {} if self.inbound else {part.id: self._span(part) for part in self.by_torch}
         apart = [part for parts in self.by_kernels for part in parts if not self._moves_parameters(part.key)]
         self.writes = {} if self.outbound else {part.id: self._span(part) for part in (*self.by_torch, *apart)}
@@ -101,7 +114,7 @@ class UnitPlan:
 
     def _moves_parameters(self, key: BankKey) -> bool:
         """Whether kernels move the parameters. With averaging, torch applies their directions."""
-        return self.outbound is None and self.plan.settings[key.group].averaging is None
+        return not self.outbound and self.plan.settings[key.group].averaging is None
 
     def _window(self, number: int) -> Window | None:
         """Where a block lies in the tensor that is stored. None if kernels cannot read it there."""
@@ -127,52 +140,42 @@ class UnitPlan:
     def _numbers(self, part: BankSlice) -> Sequence[int]:
         return self.banks[part.key][part.start : part.stop]
 
-    def _slots(self, messages: Messages | None) -> dict[SliceId, MessageGrids]:
+    def _slots(self, messages: Tensor, items: Iterable[Item]) -> dict[SliceId, MessageGrids]:
         """What each slice has in a buffer of messages, as grids over its stack."""
         slices = self._slices()
         slot_of = {number: (part.id, slot) for part in slices for slot, number in enumerate(self._numbers(part))}
         found: dict[SliceId, tuple[list[Grid], list[Grid]]] = {part.id: ([], []) for part in slices}
-        for item in messages.items if messages else ():
+        for item in items:
             block, (part, slot) = self.plan.blocks[item.move.block], slot_of[item.move.block]
             box = item.move.region.moved(-a for a in block.region.start)
             found[part][0].append(Grid(block.region.shape, item.offset, (slot, *box.start), (1, *box.shape)))
             if item.scale is not None:
                 found[part][1].append(Grid("scale", item.scale, (slot, 0), (1, SCALE)))
-        return {part: MessageGrids(coalesce(pieces), coalesce(scales)) for part, (pieces, scales) in found.items()}
+        return {part: MessageGrids(messages, *map(coalesce, grids)) for part, grids in found.items()}
 
     # Bytes.
 
     def received_bytes(self) -> dict[str, int]:
         """Bytes from other places in a step: gradients and directions."""
-        ways = {"inbound": self.inbound, "outbound": self.outbound}
-        received = {way: messages[1] for way, messages in ways.items() if messages}
-        return {way: each.nbytes - each.splits[self.me] * SIZES[each.wire] for way, each in received.items()}
+        ways: dict[str, Sequence[Trip]] = {"inbound": [self.inbound] if self.inbound else [], "outbound": self.outbound}
+        sharers = len(self.transport.mesh.sharers[self.me])
+        return {
+            way: sum(trip.received_numel(self.me, sharers) * SIZES[trip.received.wire] for trip in trips)
+            for way, trips in ways.items()
+        }
 
     def padding_bytes(self) -> int:
         """Bytes received in an all-gather only because its messages are equally long."""
-        if not self.outbound or not self.transport.gather:
-            return 0
-        wire, moves = self.outbound[1].wire, [item.move for item in self.outbound[1].items if item.move.src != self.me]
-        needed = message_numel(sum(move.region.numel for move in moves), len(moves), wire)
-        return self.received_bytes()["outbound"] - needed * SIZES[wire]
-
-    def buffer_bytes(self) -> int:
-        """Persistent buffers of messages."""
-        return sum(self._buffers())
-
-    def _buffers(self) -> tuple[int, int, int]:
-        """Bytes of three buffers: gradients sent or directions received, gradients received, and directions sent."""
-        there = [each.nbytes for each in self.inbound or ()] or [0, 0]
-        back = [each.nbytes for each in self.outbound or ()] or [0, 0]
-        return max(there[0], back[1]), there[1], back[0]
+        return sum(trip.padding * SIZES[trip.received.wire] for trip in self.outbound)
 
     # Scratch memory.
 
     def scratch(self) -> Iterator[tuple[ScratchKey, int]]:
         """What the unit needs of the memory that all units share."""
+        yield self.message_key, self.message_bytes
         for span in (*self.sends, *self.reads.values()):
             yield from ((key, span.numel) for key in self._reading(span).values())
-        for span in (*self.receives, *self.writes.values()):
+        for span in (*(span for some in self.receives for span in some), *self.writes.values()):
             yield from ((key, span.numel) for key in self._writing(span).values())
         for part in self.by_torch:
             yield self._stack_key(part.key), part.n * part.numel
@@ -208,26 +211,40 @@ class UnitPlan:
 
     # Building.
 
-    def unit(self, scratch: Scratch, banks: Sequence[Bank], comm: Comm) -> Unit:
-        device = scratch.devices[self.transport.device]
-        stored, arriving, leaving = (torch.zeros(n, dtype=torch.uint8, device=device) for n in self._buffers())
-        inbound = Collective(self.inbound, stored, arriving, comm) if self.inbound else None
-        outbound = Collective(self.outbound, leaving, stored, comm, self.transport.gather) if self.outbound else None
-        sent, received = inbound.sent if inbound else None, outbound.received if outbound else None
+    def unit(self, scratch: Scratch, banks: Sequence[Bank], comm: Comm, sharers: Comm) -> Unit:
+        messages = scratch.take(self.message_key, self.message_bytes)
+        there = messages.view(getattr(torch, self.transport.inbound or "uint8"))
+        back = messages.view(getattr(torch, self.transport.outbound or "uint8"))
+        arriving = (*self.inbound.received.items, *self.inbound.kept.items) if self.inbound else ()
+        leaving = [item for trip in self.outbound for item in (*trip.sent.items, *trip.kept.items)]
         mine = {bank.key: bank for bank in banks}
         return Unit(
+            team=self.transport.team,
             executors=tuple(self._executors(mine, scratch)),
-            sends=tuple(Pieces(span, self._reading(span), scratch, sent) for span in self.sends),
+            messages=messages,
+            sends=tuple(Pieces(span, self._reading(span), scratch, there) for span in self.sends),
             reads={part: Pieces(span, self._reading(span), scratch, None) for part, span in self.reads.items()},
             looks={} if self.inbound else {part.id: self._look(part) for part in self._slices()},
             stacks=self._stacks(scratch),
-            arrivals=self._slots(self.inbound[1] if self.inbound else None),
-            departures=self._slots(self.outbound[0] if self.outbound else None),
+            arrivals=self._slots(there, arriving),
+            departures=self._slots(back, leaving),
             writes={part: Pieces(span, self._writing(span), scratch, None) for part, span in self.writes.items()},
-            receives=tuple(Pieces(span, self._writing(span), scratch, received) for span in self.receives),
-            inbound=inbound,
-            outbound=outbound,
+            inbound=_swap(self.inbound, there, comm) if self.inbound else None,
+            outbound=tuple(self._rounds(scratch, back, comm, sharers)),
         )
+
+    def _rounds(self, scratch: Scratch, messages: Tensor, comm: Comm, sharers: Comm) -> Iterator[Round]:
+        for trip, some in zip(self.outbound, self.receives, strict=True):
+            starts = accumulate((chunk.numel for chunk in trip.chunks), initial=trip.ordered)
+            yield Round(
+                chunks=[
+                    (messages[start : start + n], messages[trip.sent.start + offset : trip.sent.start + offset + n])
+                    for start, (_, offset, n) in zip(starts, trip.chunks, strict=False)
+                ],
+                swap=_swap(trip, messages, comm) if trip.swap else None,
+                gather=_gather(trip, messages, sharers) if trip.part else None,
+                receives=tuple(Pieces(span, self._writing(span), scratch, messages) for span in some),
+            )
 
     def _stacks(self, scratch: Scratch) -> dict[SliceId, Tensor]:
         """Where gradients that arrive are put: side by side in one buffer if they go through kernels together."""
@@ -262,3 +279,18 @@ class UnitPlan:
                 windows = [window for window in map(self._window, blocks) if window]
             parts.append(part.bound(banks[part.key], indices, windows))
         return parts
+
+
+def _swap(trip: Trip, messages: Tensor, comm: Comm) -> Collective:
+    """The all-to-all of a trip, to where it is needed or to where it is gathered from."""
+    assert trip.swap
+    out, into = trip.swap
+    source, target = trip.ordered if trip.chunks else trip.sent.start, trip.relay if trip.part else trip.received.start
+    sent, received = messages[source : source + sum(out)], messages[target : target + sum(into)]
+    return Collective(comm, partial(comm.exchange, received, sent, into, out))
+
+
+def _gather(trip: Trip, messages: Tensor, sharers: Comm) -> Collective:
+    source, target = trip.relay if trip.swap else trip.sent.start, trip.received.start
+    sent, received = messages[source : source + trip.part], messages[target : target + len(sharers.ranks) * trip.part]
+    return Collective(sharers, partial(sharers.gather, received, sent))

@@ -19,7 +19,7 @@ from .step import Number, Step, Tensors
 from .update import prepare_gradient, update_
 
 ScratchKey = tuple[str, str, torch.dtype]  # role, device as the plan names it, dtype
-LARGEST = 1 << 26  # elements of a span, unless one message has more
+LARGEST = 1 << 24  # elements of a span, unless one piece has more
 
 
 @final
@@ -167,27 +167,44 @@ class Pieces:
             buffers["grads"].clear(grads)
         return prepare_gradient(flat, w, settings)
 
-    def post(self, flat: Tensor) -> None:
+    def post(self, step: Step) -> None:
         """Copy gradients into the messages that carry them away."""
-        copy_pairs([(self._message(there, size), flat[here : here + size]) for here, there, size in self._span.parts])
+        self.read(step)
+        copy_pairs(self._posted)
 
     def directions(self) -> Tensor:
         """The directions that messages brought: flat, in the order of the span."""
         span, flat = self._span, self._buffers["directions"].flat
-        pairs = [(flat[here : here + size], self._message(there, size)) for here, there, size in span.parts]
-        if len(pairs) == 1 and pairs[0][1].dtype == flat.dtype:
-            return pairs[0][1]
-        copy_pairs(pairs)
+        if len(self._brought) == 1 and self._brought[0][1].dtype == flat.dtype:
+            return self._brought[0][1]
+        copy_pairs(self._brought)
         if span.scales:  # bytes are copied first, because messages are not aligned for numbers of four bytes
-            raw = torch.empty(SCALE * len(span.grids), dtype=torch.int8, device=flat.device)
-            copy_pairs([(raw[here : here + size], self._message(there, size)) for here, there, size in span.scales])
+            raw, pairs = self._scales
+            copy_pairs(pairs)
             scales, (_, lengths) = raw.view(torch.float32).to(flat.dtype), self._elements
             flat.mul_(torch.repeat_interleave(scales, lengths, output_size=span.numel))
         return flat
 
-    def _message(self, start: int, size: int) -> Tensor:
-        assert self._messages is not None
-        return self._messages[start : start + size]
+    # Messages and buffers stay where they are, so what is copied between them is looked up once.
+
+    @cached_property
+    def _posted(self) -> list[tuple[Tensor, Tensor]]:
+        return [(there, here) for here, there in self._parts(self._buffers["grads"].flat, self._span.parts)]
+
+    @cached_property
+    def _brought(self) -> list[tuple[Tensor, Tensor]]:
+        return self._parts(self._buffers["directions"].flat, self._span.parts)
+
+    @cached_property
+    def _scales(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        raw = torch.empty(SCALE * len(self._span.grids), dtype=torch.int8, device=self._buffers["directions"].flat.device)
+        return raw, self._parts(raw, self._span.scales)
+
+    def _parts(self, flat: Tensor, parts: Sequence[tuple[int, int, int]]) -> list[tuple[Tensor, Tensor]]:
+        """Parts of a flat buffer, each with the messages that it belongs to."""
+        messages = self._messages
+        assert messages is not None
+        return [(flat[here : here + size], messages[there : there + size]) for here, there, size in parts]
 
     def write(self, p: Tensor, step: Step, only: Collection[int] | None = None) -> None:
         """Apply directions to the parameters, or to some of them: decay, momentum or averaging, learning rate."""
