@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,25 @@ def test_a_step_does_not_make_the_host_wait(monkeypatch):
         take(opt, params, may_wait=step < 3)
     assert all(unit.inbound and unit.outbound for unit in opt._session.run.units)
     assert all(p.isfinite().all() for p in params)
+
+
+def test_directions_travel_while_the_next_stage_is_computed(monkeypatch, tmp_path):
+    """In a trace: what NCCL copies runs beside kernels. NCCL's stream is the one that has no kernels."""
+    monkeypatch.setattr("lather.planning.plan._transport", gathered)
+    params = [torch.nn.Parameter(torch.randn(1024, 1024, device="cuda")) for _ in range(16)]
+    opt = lather.Shampoo(params, stages=4, precondition_frequency=100, refresh_warmup=0.0)
+    for _ in range(4):
+        take(opt, params, may_wait=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        take(opt, params, may_wait=True)
+        torch.cuda.synchronize()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    kernels, copies = ([e for e in events if e.get("cat") == kind] for kind in ("kernel", "gpu_memcpy"))
+    busy = {e["args"]["stream"] for e in kernels}
+    travelling = [e for e in copies if e["args"]["stream"] not in busy and e["args"]["bytes"] >= 1 << 22]
+    beside = [e for e in travelling if any(k["ts"] < e["ts"] + e["dur"] and e["ts"] < k["ts"] + k["dur"] for k in kernels)]
+    assert len(travelling) == 4 and len(beside) >= 3
 
 
 def test_small_things():
