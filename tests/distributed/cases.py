@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import lather
+from lather.planning import messages, plan
 from lather.runtime import agreement
 
 Options = dict[str, Any]
@@ -363,6 +364,18 @@ class Run:
 def train(layout: str, case: Case) -> Stored:
     with expected_warnings(case):
         return Run(layout, case).advance(1, case.steps).stored()
+
+
+def train_in_small_parts(layout: str, case: Case) -> tuple[Stored, int, set[int]]:
+    """With stages and rounds of a few bytes. Also the number of buffers of messages, and how many rounds units have."""
+    with mock.patch.multiple(plan, STAGE=200, SHORT_STAGE=200), mock.patch.object(messages, "ROUND", 30), expected_warnings(case):
+        run = Run(layout, case).advance(1, case.steps)
+    units = run.opt._session.run.units
+    return (
+        run.stored(),
+        len({unit.messages.data_ptr() for unit in units if unit.messages.numel()}),
+        {len(unit.outbound) for unit in units},
+    )
 
 
 @contextmanager

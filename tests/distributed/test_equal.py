@@ -134,6 +134,26 @@ def test_smaller_groups_of_trainers(layout: str, trainers: int, case: Case, pool
     cases.assert_same(run(pools, layout, grouped), cases.alone(case))
 
 
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("ddp2", "int8 wire"),
+        ("ddp4", "everything"),
+        ("fsdp3", "schedule free"),
+        ("hsdp22", "bfloat16, int8 wire"),
+        ("fsdp_tp22", "int8 wire"),
+        ("mixed4", "everything"),
+    ],
+)
+def test_a_plan_of_many_stages_and_rounds(layout: str, name: str, pools: Pools) -> None:
+    """The plan chooses them, as it does for large models. Two or three buffers of messages are enough."""
+    case = cases.changed(CASES[name], stages=None)
+    stored, buffers, rounds = zip(*pools[LAYOUTS[layout].world].run(cases.train_in_small_parts, layout, case), strict=True)
+    cases.assert_same(cases.assemble(stored, cases.shapes_of(case.model)), cases.alone(CASES[name]))
+    assert set(buffers) == {2 if layout.startswith("ddp") else 3}
+    assert max(map(max, rounds)) > 1 or layout == "fsdp3"
+
+
 @pytest.mark.parametrize("wire", ["bfloat16", "float16", "int8"])
 def test_the_wire_rounds_in_one_process_too(wire: str) -> None:
     """Or the equalities above would compare nothing."""

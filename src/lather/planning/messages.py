@@ -182,7 +182,7 @@ def rounds(plan: Plan, transport: Transport) -> list[list[int]]:
     """Blocks whose directions are gathered together, in the order of owners.
 
     A place receives about ``ROUND`` bytes in a round. Rounds take the first blocks of all owners, then the second, and so on, so
-    that owners have equally much to send.
+    that owners have equally much to send. If the blocks of a turn do not fit, each round takes those of every so many owners.
     """
     owned = [list(plan.sequence(transport, owner)) for owner in range(len(plan.teams[transport.team]))]
     turns = [[number for number in turn if number is not None] for turn in zip_longest(*owned)]
@@ -192,7 +192,10 @@ def rounds(plan: Plan, transport: Transport) -> list[list[int]]:
     found: list[list[int]] = [[]]
     totals = Counter[int]()
     for turn in turns:
-        for some in [turn] if _most(plan, turn) <= most else [[number] for number in turn]:
+        count = max(1, -(-_most(plan, turn) // max(1, most)))
+        portions = [turn[i::count] for i in range(count)]
+        fit = all(_most(plan, some) <= most for some in portions)
+        for some in portions if fit else [[number] for number in turn]:
             added = _totals(plan, some)
             if found[-1] and any(totals[place] + numel > most for place, numel in added.items()):
                 found.append([])

@@ -30,9 +30,6 @@ from .unit import Look, MessageGrids, Round, Unit
 
 Comms = Callable[[Transport], tuple[Comm, Comm]]  # of a transport's team, and of the places that store the same as this one
 
-# Units of a team take turns with buffers of messages. The gradients of the next unit and the directions of the last one are on
-# the way while one is computed.
-BUFFERS = 3
 FEW = 64  # the most kernel executors that use CUDA graphs; with more of them launches are not what takes time
 
 
@@ -69,10 +66,14 @@ def make_units(plan: Plan, places: Sequence[int], banks: Sequence[Bank], comms: 
 
 
 def plan_units(plan: Plan, places: Sequence[int], stored: Sequence[Tensor] = ()) -> list[UnitPlan]:
+    """All units. Those of a team take turns with two buffers of messages, because the directions of one are on the way while the
+    next is computed, or with three, if the gradients of another are too."""
+    both_ways = {transport.team for transport in plan.transports if transport.inbound}
     turns, units = Counter[int](), []
     for transport in plan.transports:
-        units.append(UnitPlan(plan, transport, places[transport.team], stored, turns[transport.team] % BUFFERS))
-        turns[transport.team] += 1
+        team = transport.team
+        units.append(UnitPlan(plan, transport, places[team], stored, turns[team] % (3 if team in both_ways else 2)))
+        turns[team] += 1
     return units
 
 
