@@ -34,7 +34,7 @@ class Comm:
     @property
     def order(self) -> Any:
         """Sort key, in which groups must be made: first those that all ranks make together, in an order that they share."""
-        return self._together is None, len(self.ranks) * -1, self._together or self.ranks
+        return self._together is None, -len(self.ranks), self._together or self.ranks
 
     @property
     def group(self) -> Any:
