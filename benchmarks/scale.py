@@ -103,7 +103,7 @@ class Case(NamedTuple):
 def paper(case: Case) -> dict[str, Any]:
     """What the plan says about the rank with the most work."""
     given = DEVICE, case.dtype, case.ranks, case.shard
-    plan, rules = on_paper(load(case.model), *given, None, 1, "Shampoo", case.options)
+    plan, rules = on_paper(load(case.model), *given, None, None, "Shampoo", case.options)
     work = [work_of(plan, place) for place in range(case.ranks)]
     rank = work.index(max(work))
     report = PlanReport(plan, [rank], rules)
@@ -245,6 +245,7 @@ def measure(case: Case, rank: int, frequency: int) -> dict[str, Any]:
         steps = [timed(opt) for _ in range(frequency)]
         peak, numbers = memory.peak(), range(schedule.warmup + 1, schedule.warmup + 1 + frequency)
         plain = [times for t, times in zip(numbers, steps, strict=True) if not schedule.refreshes(t)]
+        counted = {name: wire.bytes[name] // frequency for name in ("received", "sent", "vote")}
         return (
             common.summary([ms for ms, _ in steps])
             | {
@@ -256,7 +257,7 @@ def measure(case: Case, rank: int, frequency: int) -> dict[str, Any]:
                 "peak_mib": peak,
                 "health": opt.health(),
             }
-            | {name: wire.bytes[name] // frequency for name in ("received", "sent", "vote")}
+            | counted
         )
 
 

@@ -366,16 +366,25 @@ def train(layout: str, case: Case) -> Stored:
         return Run(layout, case).advance(1, case.steps).stored()
 
 
+@contextmanager
+def small_parts() -> Iterator[None]:
+    """Stages and rounds of a few bytes, as large models have them of many."""
+    with mock.patch.multiple(plan, STAGE=200, SHORT_STAGE=200), mock.patch.object(messages, "ROUND", 30):
+        yield
+
+
 def train_in_small_parts(layout: str, case: Case) -> tuple[Stored, int, set[int]]:
-    """With stages and rounds of a few bytes. Also the number of buffers of messages, and how many rounds units have."""
-    with mock.patch.multiple(plan, STAGE=200, SHORT_STAGE=200), mock.patch.object(messages, "ROUND", 30), expected_warnings(case):
+    """Also the number of buffers of messages, and how many rounds units have."""
+    with small_parts(), expected_warnings(case):
         run = Run(layout, case).advance(1, case.steps)
     units = run.opt._session.run.units
-    return (
-        run.stored(),
-        len({unit.messages.data_ptr() for unit in units if unit.messages.numel()}),
-        {len(unit.outbound) for unit in units},
-    )
+    buffers = {unit.messages.data_ptr() for unit in units if unit.messages.numel()}
+    return run.stored(), len(buffers), {len(unit.outbound) for unit in units}
+
+
+def miss_a_step_in_small_parts(layout: str) -> dict[int, set[bool]]:
+    with small_parts():
+        return miss_a_step(layout)
 
 
 @contextmanager

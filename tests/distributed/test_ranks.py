@@ -109,6 +109,8 @@ def test_one_rank_apart_where_steps_have_more_collectives(what: str, options: ca
 def test_a_rank_that_misses_a_step_moves_nothing(pools: Pools) -> None:
     moved, _ = pools[2].run(cases.miss_a_step, "ddp2", timeout=20)
     assert moved == {0: {True}, 1: {False}}
+    moved, *_ = pools[4].run(cases.miss_a_step_in_small_parts, "ddp4", timeout=20)  # it passes on what the others send
+    assert moved == {0: {True}, 1: {False}, 2: {True}, 3: {True}}
 
 
 def test_one_mesh_takes_one_vote(pools: Pools) -> None:

@@ -54,15 +54,17 @@ def counted() -> Iterator[Counter[str]]:
             setattr(dist, name, function)
 
 
-def steps_counted(layout: str, options: Options) -> tuple[lather.PlanReport, Counter[str], Counter[str]]:
-    """The plan, a plain step, and one that refreshes."""
+def steps_counted(layout: str, options: Options) -> tuple[lather.PlanReport, Counter[str], Counter[str], int]:
+    """The plan, a plain step, one that refreshes, and the bytes of the buffers of messages."""
     run = Run(layout, Case(options)).advance(1, 1)
     with counted() as plain:
         run.advance(2, 2)
     run.advance(3, 3)
     with counted() as refreshing:
         run.advance(4, 4)
-    return run.opt.plan(), plain, refreshing
+    storages = [unit.messages.untyped_storage() for unit in run.opt._session.run.units]
+    held = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return run.opt.plan(), plain, refreshing, sum(held.values())
 
 
 ROWS = [(layout, wire) for layout in MANY for wire in ("float32", "local")]
@@ -72,8 +74,9 @@ ROWS += [(layout, ("bfloat16", "int8")[i % 2]) for i, layout in enumerate(MANY)]
 @pytest.mark.parametrize(("layout", "wire"), ROWS)
 def test_bytes_are_those_of_the_plan(layout: str, wire: str, pools: Pools) -> None:
     options = WIRES[wire]
-    for report, plain, refreshing in pools[LAYOUTS[layout].world].run(steps_counted, layout, options):
+    for report, plain, refreshing, held in pools[LAYOUTS[layout].world].run(steps_counted, layout, options):
         expected = sum(team.inbound_bytes + team.outbound_bytes for team in report.teams)
+        assert held == sum(team.buffer_bytes for team in report.teams)
         for count in (plain, refreshing):
             assert count["outbound"] + count["swapped"] == expected
         assert not {name for name in plain if name not in ("outbound", "swapped", "gather", "swap", "all_reduce")}

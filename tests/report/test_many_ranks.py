@@ -26,6 +26,7 @@ def test_gpt2_over_eight_ranks():
     assert team.padding < 0.05
     assert team.inbound_bytes == 0 and team.outbound_bytes <= 4 * numel * 7 / 8 * 1.05
     assert 1 <= team.imbalance < 1.05
+    assert team.stages == 1  # small enough
 
 
 def test_fewer_blocks_than_ranks():
@@ -40,6 +41,7 @@ def test_memory_of_many_ranks(shard, shards):
     """Buffers have at most 1.25 times what a rank stores, and do not grow with what it receives."""
     llama = models.load("llama-8b")
     team, mine = lather.plan(llama, ranks=512, shard=shard).teams[0], 4 * models.num_params(models.shapes_of(llama)) / 512
+    assert team.stages == 8
     assert team.buffer_bytes <= shards * mine
     assert team.buffer_bytes + team.scratch_bytes < 480 << 20
 

@@ -62,6 +62,7 @@ class RankReport:
 
     trainers: int
     place: int
+    stages: int
     state_bytes: int
     state_bytes_max: int
     state_bytes_mean: float
@@ -319,6 +320,7 @@ def _rank_report(
     return RankReport(
         trainers=trainers,
         place=place,
+        stages=1 + max((unit.transport.stage for unit in units), default=0),
         state_bytes=state[place],
         state_bytes_max=max(state),
         state_bytes_mean=sum(state) / trainers,

@@ -35,7 +35,7 @@ class Comm:
     @property
     def order(self) -> Any:
         """Sort key, in which groups must be made: first those that all ranks make together, in an order that they share."""
-        return self._together is None, len(self.ranks) * -1, self._together or self.ranks
+        return self._together is None, -len(self.ranks), self._together or self.ranks
 
     @property
     def group(self) -> Any:
@@ -90,14 +90,13 @@ class Comm:
             dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def exchange(self, received: Tensor, sent: Tensor, into: Sequence[int], out: Sequence[int]) -> Any:
-        size, target, source = sent.element_size(), received.view(torch.uint8), sent.view(torch.uint8)
-        into, out = [n * size for n in into], [n * size for n in out]
-        return dist.all_to_all_single(target, source, into, out, group=self.group, async_op=True)
+    def exchange(self, received: Tensor, sent: Tensor, into: list[int], out: list[int]) -> Any:
+        """An all-to-all, with the numbers of elements from and to every rank."""
+        return dist.all_to_all_single(received, sent, into, out, group=self.group, async_op=True)
 
     def gather(self, received: Tensor, sent: Tensor) -> Any:
         name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its older name
-        return getattr(dist, name)(received.view(torch.uint8), sent.view(torch.uint8), group=self.group, async_op=True)
+        return getattr(dist, name)(received, sent, group=self.group, async_op=True)
 
     def forward(self, stack: Tensor | None, n: int, like: Tensor, source: int, target: int) -> Tensor | None:
         """Send a stack of ``n`` tensors like one from place to place. The source passes it, and the target gets it."""

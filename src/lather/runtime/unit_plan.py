@@ -285,13 +285,18 @@ class UnitPlan:
 def _swap(trip: Trip, messages: Tensor, comm: Comm) -> Collective:
     """The all-to-all of a trip, to where it is needed or to where it is gathered from."""
     assert trip.swap
-    out, into = trip.swap
+    size = messages.element_size()
+    out, into = ([n * size for n in splits] for splits in trip.swap)  # in bytes
     source, target = trip.ordered if trip.chunks else trip.sent.start, trip.relay if trip.part else trip.received.start
-    sent, received = messages[source : source + sum(out)], messages[target : target + sum(into)]
+    sent, received = _bytes(messages, source, sum(trip.swap[0])), _bytes(messages, target, sum(trip.swap[1]))
     return Collective(comm, partial(comm.exchange, received, sent, into, out))
 
 
 def _gather(trip: Trip, messages: Tensor, sharers: Comm) -> Collective:
     source, target = trip.relay if trip.swap else trip.sent.start, trip.received.start
-    sent, received = messages[source : source + trip.part], messages[target : target + len(sharers.ranks) * trip.part]
+    sent, received = _bytes(messages, source, trip.part), _bytes(messages, target, len(sharers.ranks) * trip.part)
     return Collective(sharers, partial(sharers.gather, received, sent))
+
+
+def _bytes(messages: Tensor, start: int, numel: int) -> Tensor:
+    return messages[start : start + numel].view(torch.uint8)
