@@ -123,7 +123,7 @@ def test_directions_travel_while_the_next_stage_is_computed(monkeypatch, tmp_pat
     opt = lather.Shampoo(params, stages=4, precondition_frequency=100, refresh_warmup=0.0)
     for _ in range(4):
         take(opt, params, may_wait=True)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         take(opt, params, may_wait=True)
         torch.cuda.synchronize()
     profile.export_chrome_trace(str(tmp_path / "trace.json"))

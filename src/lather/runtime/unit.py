@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +27,15 @@ class MessageGrids:
     messages: Tensor
     values: Sequence[Grid]
     scales: Sequence[Grid]
+
+    @cached_property
+    def _flat(self) -> Sequence[Tensor]:
+        return [grid.of_flat(self.messages) for grid in self.values]
+
+    def pairs(self, stack: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Every value in the messages, and in a stack of blocks."""
+        found = (grid.of_tensor(_unmerged(stack, grid)) for grid in self.values)
+        return list(zip(self._flat, found, strict=True))
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,7 @@ class Unit:
     # If gradients travel:
     inbound: Collective | None
     sends: tuple[Pieces, ...]  # those that leave for the owners of their blocks
-    arrivals: Mapping[SliceId, MessageGrids]  # in the messages from holders
+    arrivals: Mapping[SliceId, Sequence[tuple[Tensor, Tensor]]]  # in the stacks, and in the messages from holders
     stacks: Mapping[SliceId, Tensor]  # where those that arrive are put
     # If directions stay:
     writes: Mapping[SliceId, Pieces]  # the parameters that they move
@@ -152,18 +162,17 @@ class Unit:
         if self.inbound is None:
             pieces = self.reads.get(part.id)
             return pieces.read(step).view(-1, *part.key.shape) if pieces else None
-        stack, grids = self.stacks[part.id], self.arrivals[part.id]
-        copy_pairs([(grid.of_tensor(_unmerged(stack, grid)), grid.of_flat(grids.messages)) for grid in grids.values])
-        return stack
+        copy_pairs(self.arrivals[part.id])
+        return self.stacks[part.id]
 
     def _post(self, part: SliceId, directions: Tensor, wire: str) -> None:
         """Copy directions into the messages that carry them away."""
         values, scale = encode(directions, wire)
-        grids, sent = self.departures[part], self.departures[part].messages
-        copy_pairs([(grid.of_flat(sent), grid.of_tensor(_unmerged(values, grid))) for grid in grids.values])
+        grids = self.departures[part]
+        copy_pairs(grids.pairs(values))
         if scale is not None:
             raw = scale.view(torch.int8).view(-1, SCALE)
-            copy_pairs([(grid.of_flat(sent), grid.of_tensor(raw)) for grid in grids.scales])
+            copy_pairs([(grid.of_flat(grids.messages), grid.of_tensor(raw)) for grid in grids.scales])
 
 
 def _scope(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:

@@ -218,7 +218,8 @@ class UnitPlan:
         back = messages.view(getattr(torch, self.transport.outbound or "uint8"))
         arriving = (*self.inbound.received.items, *self.inbound.kept.items) if self.inbound else ()
         leaving = [item for trip in self.outbound for item in (*trip.sent.items, *trip.kept.items)]
-        mine = {bank.key: bank for bank in banks}
+        mine, stacks = {bank.key: bank for bank in banks}, self._stacks(scratch)
+        grids = self._slots(there, arriving) if self.inbound else {}
         return Unit(
             team=self.transport.team,
             executors=tuple(self._executors(mine, scratch)),
@@ -226,8 +227,8 @@ class UnitPlan:
             sends=tuple(Pieces(span, self._reading(span), scratch, there) for span in self.sends),
             reads={part: Pieces(span, self._reading(span), scratch, None) for part, span in self.reads.items()},
             looks={} if self.inbound else {part.id: self._look(part) for part in self._slices()},
-            stacks=self._stacks(scratch),
-            arrivals=self._slots(there, arriving),
+            stacks=stacks,
+            arrivals={part: [(to, sent) for sent, to in each.pairs(stacks[part])] for part, each in grids.items()},
             departures=self._slots(back, leaving),
             writes={part: Pieces(span, self._writing(span), scratch, None) for part, span in self.writes.items()},
             inbound=_swap(self.inbound, there, comm) if self.inbound else None,
