@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from .cases import Case, Run, Stored, changed, local, whole
 
-MIDDLE, STEPS = 6, 11  # roots are refreshed before and after the middle
+MIDDLE, STEPS = 6, 9  # roots are refreshed before and after the middle
 FRESH = {"lr": 1e-4}  # what a checkpoint must overrule, together with the largest learning rate so far
 
 
