@@ -79,7 +79,7 @@ def test_a_basis_is_followed(by_tiles):
     x = torch.randn(3, 40, 60) * torch.logspace(0, -3, 40)[:, None]
     a, states = x @ x.mT, [Track().init(3, 40, torch.float32, "cpu") for _ in range(2)]
     a[1] = 0
-    for _ in range(2):
+    for _ in range(3):
         for value, state in zip((True, False), states, strict=True):
             by_tiles(value)
             basis = Track().basis(a, state)

@@ -14,7 +14,7 @@ from conftest import interpret
 from lather.compute import slices
 from lather.compute.kernel_executor import KernelExecutor
 
-SHAPES = [*4 * [(8, 16)], (12, 4, 3, 3), (9,)]
+SHAPES = [*8 * [(8, 16)], (12, 4, 3, 3), (9,)]
 GIVEN = {"lr": 0.05, "eps": 0.3, "max_preconditioner_dim": 16, "precondition_frequency": 2, "weight_decay": 0.1}
 STEPS, RANKS = 3, 2
 
