@@ -17,9 +17,11 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-LONG = ("tests/test_kernels_executor.py", "tests/test_kernels.py", "tests/clients/test_trainers.py", "tests/test_examples.py")
-LONG += ("tests/distributed/test_equal.py", "tests/distributed/test_checkpoint.py", "tests/conformance/test_twin.py")
-LONG += ("tests/conformance/test_properties.py", "tests/scripts/test_benchmarks.py", "tests/scripts/test_experiments.py")
+LONG = ("tests/conformance/test_twin.py", "tests/distributed/test_equal.py", "tests/distributed/test_checkpoint.py")
+LONG += ("tests/test_kernels_executor.py", "tests/clients/test_trainers.py", "tests/conformance/test_properties.py")
+LONG += ("tests/test_kernels.py", "tests/test_examples.py", "tests/distributed/test_edges.py", "tests/distributed/test_ranks.py")
+LONG += ("tests/contract/test_checkpoint.py", "tests/endurance/test_fuzz.py")
+LONG += ("tests/scripts/test_benchmarks.py", "tests/scripts/test_experiments.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

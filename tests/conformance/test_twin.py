@@ -21,7 +21,8 @@ from lather.settings import resolve
 Shape = tuple[int, ...]
 Options = dict[str, Any]
 
-STEPS = 20
+STEPS = 20  # where the schedule of refreshes or the options change with them
+SHORT = 12  # three refreshes and more
 NEVER: dict[int, Any] = {}
 GRAFTS = ("sgd", "adagrad", "rmsprop", "adam", "constant", None)
 FEW: list[Shape] = [(8, 3), (3, 2, 3), (5,)]
@@ -101,13 +102,13 @@ VARIANTS: dict[str, Options] = {
     "delayed": {"refresh_delay": 2},
     "delayed, staggered": {"refresh_delay": 3, "refresh": "staggered", "precondition_frequency": 4},
 }
-# What grafts have to do with. Each goes with every graft; the others with two in turn, and near the paper's options with a third.
+# What grafts have to do with. Each goes with every graft; the others with one in turn, and near the paper's options with another.
 OF_GRAFTS = ("plain", "no filter", "sum", "nesterov's filter, uncorrected sum", "uncorrected", "elementwise", "start at 5", "never")
 CASES = {
     f"{base}, {variant}, {graft}": BASES[base] | changes | {"graft": graft}
     for number, (variant, changes) in enumerate(VARIANTS.items())
     for turn in ([GRAFTS[(number + i) % 6] for i in range(6)],)
-    for base, grafts in (("adam", turn if variant in OF_GRAFTS else turn[:2]), ("heavy", turn[2:3]))
+    for base, grafts in (("adam", turn if variant in OF_GRAFTS else turn[:1]), ("heavy", turn[2:3]))
     for graft in grafts
     if variant == "plain" or BASES[base] | changes != BASES[base]
 }
@@ -175,10 +176,10 @@ class Race:
         live: Mapping[int, Options] = NEVER,
         spoil: Mapping[int, Mapping[int, float]] = NEVER,
         keep: float = 1.0,
-        steps: int = STEPS,
+        steps: int | None = None,
     ) -> float:
         """All steps, with options changed live and gradients spoilt at some of them; see `step`."""
-        for t in range(1, steps + 1):
+        for t in range(1, 1 + (steps or (STEPS if live else SHORT))):
             self.change(live.get(t, {}))
             self.step(keep, spoil.get(t, {}))
         return self.error()
@@ -190,8 +191,7 @@ def race(shapes: Sequence[Shape], options: Options, **conditions: Any) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_option_at_a_time(case: str) -> None:
-    """Three refreshes and more, and all steps where their schedule changes with the steps."""
-    race(FEW, CASES[case], steps=STEPS if "warmed" in case or "late" in case else 13)
+    race(FEW, CASES[case], steps=STEPS if "warmed" in case or "late" in case else SHORT)
 
 
 @pytest.mark.parametrize("graft", GRAFTS)
@@ -418,7 +418,7 @@ ORDERS: dict[int, list[Shape]] = {1: [(2,), (2,)], 2: [(5, 5), (4, 4)], 3: [(3, 
 def test_the_defaults(method: str | None, order: int) -> None:
     """Shapes only decide what is preconditioned. All else is as it comes, the learning rate apart."""
     options = {"lr": 0.05, "preconditioner": method, "precondition_1d": True, "merge_dims": False}
-    assert Race([(ORDERS[order], options)], torch.float64).run() <= 1e-9
+    assert Race([(ORDERS[order], options)], torch.float64).run(steps=STEPS) <= 1e-9
     assert Race([(ORDERS[order], options)]).run() <= 1e-5
 
 
@@ -433,16 +433,17 @@ def test_the_defaults_without_a_graft(method: str) -> None:
 def test_the_defaults_where_factors_have_no_full_rank_at_first(method: str | None) -> None:
     """Also vectors that are not preconditioned, beside matrices that look ahead; and parameters that sit steps out."""
     shapes = [*ZOO, (20, 3), (3, 20)]
-    assert Race([(shapes, {"lr": 0.05, "preconditioner": method})], torch.float64).run(keep=0.8) <= 1e-9
+    assert Race([(shapes, {"lr": 0.05, "preconditioner": method})], torch.float64).run(keep=0.8, steps=STEPS) <= 1e-9
 
 
-# The other methods: every shape in float64, some in float32, whose errors hide more.
+# The other methods: every shape in float64. In float32, whose errors hide more, some shapes and the cases that round differently.
 SOME: list[Shape] = [*FEW, (7, 5)]
+SINGLE = ("plain", "grafted", "ungrafted", "sum", "near the defaults", "diagonal", "svd", "polar express")
 
 
 def length(case: str) -> int:
     """All steps where the schedule of refreshes changes with them."""
-    return STEPS if "near the defaults" in case else 14
+    return STEPS if "near the defaults" in case else SHORT
 
 
 # Factors that see the gradient preconditioned by each other.
@@ -466,7 +467,7 @@ def test_kl(case: str) -> None:
     given = PAPER | {"lr": 0.03, "eps": 0.1, "precondition_frequency": 3, "max_preconditioner_dim": 4}
     options = given | {"preconditioner": "kl"} | KL[case]
     assert Race([(ZOO, options)], torch.float64).run(keep=0.8, steps=length(case)) <= 1e-10
-    assert Race([(SOME, options)]).run(keep=0.8) <= 1e-3
+    assert case not in SINGLE or Race([(SOME, options)]).run(keep=0.8) <= 1e-3
 
 
 # Adam in eigenbases.
@@ -508,7 +509,7 @@ def test_soap(case: str) -> None:
     """In float32, eigenvectors of close eigenvalues are less exact than in float64."""
     shapes = [s for s in ZOO if s] if case == "experts" else ZOO
     assert Race([(shapes, EIGEN | SOAP[case])], torch.float64).run(keep=0.8, steps=length(case)) <= 1e-9
-    assert Race([(SOME, EIGEN | SOAP[case])]).run(keep=0.8) <= 1e-2
+    assert case not in SINGLE or Race([(SOME, EIGEN | SOAP[case])]).run(keep=0.8) <= 1e-2
 
 
 def test_soap_options_change_between_steps() -> None:
@@ -561,7 +562,7 @@ def test_spectral(case: str) -> None:
     """Small singular values grow by a factor of up to a few hundred, and so do their rounding errors in float32."""
     options = MUON | {"max_preconditioner_dim": 4} | SPECTRAL[case]
     assert Race([(ZOO, options)], torch.float64).run(keep=0.8, steps=length(case)) <= 1e-11
-    assert Race([(SOME, options)]).run(keep=0.8) <= 1e-4
+    assert case not in SINGLE or Race([(SOME, options)]).run(keep=0.8) <= 1e-4
 
 
 def test_spectral_options_change_between_steps() -> None:

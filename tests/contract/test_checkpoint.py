@@ -119,7 +119,7 @@ AVERAGING: list[dict[str, Any]] = [
 STAGGERED: dict[str, Any] = {"refresh": "staggered"}
 TIMES = [
     *((case, torch.float32, 4) for case in CASES),
-    *((case, torch.bfloat16, 4) for case in (*CASES[1:11], CASES[-2])),
+    *((case, torch.bfloat16, 4) for case in (*CASES[6:11], CASES[-2])),  # roots see the state's dtype only
     *((case, dtype, 4) for case in AVERAGING for dtype in (torch.float32, torch.bfloat16, torch.float64)),
     *((case, torch.float32, k) for case in (CASES[0], STAGGERED) for k in (1, 6, 8)),
 ]
@@ -127,7 +127,7 @@ TIMES = [
 
 @pytest.mark.parametrize(("options", "dtype", "k"), TIMES, ids=str)
 def test_resume(options: dict[str, Any], dtype: torch.dtype, k: int) -> None:
-    """Saved before the first refresh (1), at one (6) and between two; everything is bitwise the same 9 steps on."""
+    """Saved before the first refresh (1), at one (6) and between two; everything is bitwise the same 6 steps on."""
     _, opt, _, fresh = pair(k, dtype, **options)
     fresh.load_state_dict(through_file(opt.state_dict()))
     assert_same(snapshot(fresh), snapshot(opt))
@@ -140,8 +140,8 @@ def test_resume(options: dict[str, Any], dtype: torch.dtype, k: int) -> None:
             if key in ("x", "y", "z"):  # never of fewer bits than the parameter
                 wanted = torch.promote_types(wanted, dtype)
             assert key in ("step", "weight_sum") or v.dtype == wanted
-    train(opt, 9, k)
-    train(fresh, 9, k)
+    train(opt, 6, k)
+    train(fresh, 6, k)
     assert_same(snapshot(fresh), snapshot(opt))
 
 
@@ -652,8 +652,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("steps", [0, 4])
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(("name", "steps"), [(name, 4) for name in REFUSED] + [(name, 0) for name in [*REFUSED][::3]])
 def test_refused(name: str, steps: int) -> None:
     """A clear error, and nothing changed: the optimizer goes on as if nothing had been loaded."""
     change, message = REFUSED[name]

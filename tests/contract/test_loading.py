@@ -113,7 +113,7 @@ BAD: list[Any] = [
 @pytest.mark.filterwarnings("ignore")  # torch's own, about quantised and nested tensors
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("case", CASES)
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_a_checkpoint_with_one_wrong_place_is_loaded_or_refused(case: str, steps: int, data: st.DataObject) -> None:
     saved = checkpoint_of(case)

@@ -72,6 +72,17 @@ class Fused(nn.Module):
         self.small = nn.Linear(5, 3)
 
 
+class Some(nn.Module):
+    """The kinds of blocks that options are about: a stack of nine beside single ones. It takes half the time of the toy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.zeros(()))
+        self.up = nn.Linear(7, 13)
+        self.odd = nn.ModuleList([nn.Linear(5, 18, bias=False) for _ in range(3)])
+        self.conv = nn.Conv2d(3, 6, 3, bias=False)
+
+
 class Few(nn.Module):
     """One of each kind, for runs that are many."""
 
@@ -113,7 +124,7 @@ class Mixture(nn.Module):
         self.stages = nn.ModuleDict({"0": Stage(), "1": Stage()})
 
 
-MODELS: dict[str, type[nn.Module]] = {"toy": Toy, "tiny": Tiny, "fused": Fused, "few": Few, "mixture": Mixture}
+MODELS: dict[str, type[nn.Module]] = {"toy": Toy, "tiny": Tiny, "fused": Fused, "some": Some, "few": Few, "mixture": Mixture}
 
 
 def noise(name: str, step: int, shape: Sequence[int]) -> Tensor:
@@ -593,9 +604,10 @@ def answers_on_a_device(late: bool) -> Iterator[None]:
         yield
 
 
-def one_rank_apart(layout: str, what: str, options: Options, late: bool, model: str = "toy") -> int:
+def one_rank_apart(layout: str, what: str, options: Options, late: bool, model: str | None = None) -> int:
     """After steps in order, rank 1 alone does something; the steps taken until all ranks stop."""
-    run = Run(layout, Case(options, model=model))
+    usual = "toy" if layout.startswith("fsdp_") else "few"  # those meshes want its layers
+    run = Run(layout, Case(options, model=model or usual))
     if what == "add under a monitor":
         lather.Monitor(run.opt, every=1, to=list[Any]().append)
     saved, step = run.advance(1, 2).opt.state_dict(), 2

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from .cases import Case, Run, Stored, changed, local, whole
 
-MIDDLE, STEPS = 6, 11  # roots are refreshed before and after the middle
+MIDDLE, STEPS = 6, 9  # roots are refreshed before and after the middle
 FRESH = {"lr": 1e-4}  # what a checkpoint must overrule, together with the largest learning rate so far
 
 
@@ -82,13 +82,15 @@ def consolidate(layout: str, case: Case, path: Path, to: int = 0) -> Stored:
     """As ``save``, but gathered on one rank, which writes a plain file."""
     run = Run(layout, case).advance(1, MIDDLE)
     model = {name: whole(p).clone() for name, p in run.model.named_parameters()}
+    taken = [int(run.opt.state[p]["step"]) for group in run.opt.param_groups for p in group["params"]]
     run.opt.consolidate_state_dict(to=to)
     if not dist.is_initialized() or dist.get_rank() == to:
         state = run.opt.state_dict()
         check_plain(state)
         torch.save({"model": model, "opt": state}, path)
     run.advance(MIDDLE + 1, case.steps)
-    assert all(entry["step"] > MIDDLE for entry in run.opt.state_dict()["state"].values()), "the gathered state is stale"
+    now = [entry["step"] for entry in run.opt.state_dict()["state"].values()]
+    assert all(a < b for a, b in zip(taken, now, strict=True)), "the gathered state is stale"
     return run.stored()
 
 

@@ -25,24 +25,14 @@ CASE = Case(
     groups=True,
     steps=STEPS,
 )
+SMALL = replace(CASE, model="some")
 ORDINARY, FLAT, OFFLOADED, BACKGROUND = Way(), Way(flat=True), Way(offload=True), Way(background=True)
-# From every kind of layout to three kinds or more, with every layout on both sides; ranks become more, fewer and stay as many.
-PAIRS = [
-    *(("one", target) for target in ("one", "ddp3", "hsdp22")),
-    *(("ddp2", target) for target in ("ddp2", "ddp3", "tp0x2")),
-    ("ddp3", "fsdp4"),
-    *(("fsdp2", target) for target in ("fsdp2", "fsdp3")),
-    *(("fsdp3", target) for target in ("fsdp3", "hsdp22")),
-    ("fsdp4", "fsdp_tp22"),
-    *(("hsdp22", target) for target in ("hsdp22", "tp0x2", "mixed2", "fsdp_sub22")),
-    *(("tp0x2", target) for target in ("tp1x2", "one")),
-    ("tp1x2", "fsdp_tp22"),
-    *(("fsdp_tp22", target) for target in ("fsdp_tp22", "mixed2", "ddp2")),
-    ("fsdp_sub22", "fsdp2"),
-    *(("mixed2", target) for target in ("mixed4", "fsdp3")),
-    ("mixed4", "one"),
-]
-FEW = [("ddp2", "fsdp4"), ("fsdp3", "one"), ("one", "ddp3"), ("hsdp22", "tp1x2"), ("fsdp_tp22", "mixed2")]
+# Every layout is written once and read at least once: from itself, or from another kind. Ranks become more, fewer and stay as many.
+PAIRS = [("one", "ddp3"), ("one", "hsdp22"), ("ddp2", "tp0x2"), ("ddp3", "fsdp4"), ("fsdp2", "fsdp2"), ("fsdp2", "fsdp3")]
+PAIRS += [("fsdp3", "hsdp22"), ("fsdp4", "fsdp_tp22"), ("hsdp22", "mixed2"), ("hsdp22", "fsdp_sub22"), ("tp0x2", "tp1x2")]
+PAIRS += [("tp1x2", "one"), ("fsdp_tp22", "fsdp_tp22"), ("fsdp_tp22", "ddp2"), ("fsdp_sub22", "fsdp2"), ("mixed2", "mixed4")]
+PAIRS += [("mixed4", "one")]
+FEW = [("ddp2", "fsdp4"), ("fsdp3", "one"), ("one", "ddp3"), ("hsdp22", "tp1x2")]
 
 
 def pairs(rows: list[tuple[str, str]]) -> pytest.MarkDecorator:
@@ -72,7 +62,7 @@ class Checkpoints:
         if key not in self._made:
             path = self.folder / f"{len(self._made)}-{layout}"
             stored = run(self.pools, function, layout, case, path, *args)
-            cases.assert_same(parameters(stored), cases.alone(case))
+            cases.assert_same(parameters(stored, case), cases.alone(case))
             self._made[key] = path
         return self._made[key]
 
@@ -92,13 +82,13 @@ def test_resharding(source: str, target: str, checkpoints: Checkpoints, pools: P
     ("source", "target", "way"),
     [
         *((source, target, FLAT) for source, target in FEW),
-        *((source, target, OFFLOADED) for source, target in FEW[:3]),
-        *((source, target, BACKGROUND) for source, target in (FEW[0], FEW[1], FEW[3])),
+        *((source, target, OFFLOADED) for source, target in FEW[:2]),
+        *((source, target, BACKGROUND) for source, target in FEW[:2]),
     ],
 )
 def test_other_ways(source: str, target: str, way: Way, checkpoints: Checkpoints, pools: Pools) -> None:
-    path = checkpoints(saving.save, source, CASE, way)
-    cases.assert_same(parameters(run(pools, saving.resume, target, CASE, path, way)), cases.alone(CASE))
+    path = checkpoints(saving.save, source, SMALL, way)
+    cases.assert_same(parameters(run(pools, saving.resume, target, SMALL, path, way), SMALL), cases.alone(SMALL))
 
 
 @pytest.mark.parametrize(
@@ -108,9 +98,9 @@ def test_other_ways(source: str, target: str, way: Way, checkpoints: Checkpoints
 def test_another_number_of_trainers(
     source: str, before: int, target: str, after: int, checkpoints: Checkpoints, pools: Pools
 ) -> None:
-    saved, loaded = (cases.changed(CASE, num_trainers_per_group=n) for n in (before, after))
+    saved, loaded = (cases.changed(SMALL, num_trainers_per_group=n) for n in (before, after))
     path = checkpoints(saving.save, source, saved, ORDINARY)
-    cases.assert_same(parameters(run(pools, saving.resume, target, loaded, path, ORDINARY)), cases.alone(CASE))
+    cases.assert_same(parameters(run(pools, saving.resume, target, loaded, path, ORDINARY), SMALL), cases.alone(SMALL))
 
 
 OPTIONS = {
@@ -124,30 +114,35 @@ OPTIONS = {
     "gpa": Case({"averaging": "gpa", "averaging_beta": 0.2}, gaps=True, dtype=torch.bfloat16, steps=STEPS),
     "master weights": Case({"master_weights": True, "momentum": 0.5}, gaps=True, dtype=torch.bfloat16, steps=STEPS),
 }
-# Each in one way at least; those that keep state of other kinds in more.
+OPTIONS = {name: replace(case, model="some") for name, case in OPTIONS.items()}
+# Each in one way at least; those that keep state of other kinds in two.
 TRIED = [(*FEW[i % 3], name) for i, name in enumerate(OPTIONS)]
-TRIED += [("fsdp3", "one", "soap"), ("fsdp3", "one", "schedule free"), ("ddp2", "fsdp4", "gpa"), ("ddp2", "fsdp4", "int8")]
-TRIED += [("ddp2", "fsdp4", "diagonal"), ("ddp2", "fsdp4", "master weights")]
+TRIED += [
+    ("fsdp3", "one", "soap"),
+    ("fsdp3", "one", "schedule free"),
+    ("ddp2", "fsdp4", "gpa"),
+    ("ddp2", "fsdp4", "master weights"),
+]
 
 
 @pytest.mark.parametrize(("source", "target", "name"), TRIED, ids=[f"{a}->{b}-{name}" for a, b, name in TRIED])
 def test_other_options(source: str, target: str, name: str, checkpoints: Checkpoints, pools: Pools) -> None:
     case = OPTIONS[name]
     path = checkpoints(saving.save, source, case, ORDINARY)
-    cases.assert_same(parameters(run(pools, saving.resume, target, case, path, ORDINARY)), cases.alone(case))
+    cases.assert_same(parameters(run(pools, saving.resume, target, case, path, ORDINARY), case), cases.alone(case))
 
 
 def test_local_blocks_resume_where_they_were(tmp_path: Path, pools: Pools) -> None:
-    case = cases.changed(CASE, blocks="local")
+    case = cases.changed(SMALL, blocks="local")
     stored = run(pools, saving.save, "fsdp3", case, tmp_path / "local", ORDINARY)
     again = run(pools, saving.resume, "fsdp3", case, tmp_path / "local", ORDINARY)
-    cases.assert_same(parameters(again), parameters(stored))
+    cases.assert_same(parameters(again, case), parameters(stored, case))
 
 
 # One file.
 
 
-@pairs([*FEW, ("fsdp4", "ddp2"), ("mixed2", "hsdp22")])
+@pairs([*FEW, ("fsdp_tp22", "mixed2"), ("mixed2", "hsdp22")])
 def test_consolidated(source: str, target: str, checkpoints: Checkpoints, pools: Pools) -> None:
     path = checkpoints(saving.consolidate, source, CASE)
     cases.assert_same(parameters(run(pools, saving.resume_file, target, CASE, path)), cases.alone(CASE))

@@ -51,6 +51,6 @@ def test_failures_and_hangs() -> None:
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
 def test_the_cases_with_an_elementwise_optimizer(layout: str, pools: Pools) -> None:
-    case = Case(optimizer="adamw", gaps=True, steps=8)
+    case = Case(optimizer="adamw", gaps=True, steps=3)
     stored = pools[LAYOUTS[layout].world].run(cases.train, layout, case)
     cases.assert_same(cases.assemble(stored, cases.shapes_of("toy")), cases.alone(case))

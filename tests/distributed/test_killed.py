@@ -21,10 +21,10 @@ def die_after_saving(layout: str, path: Path) -> None:
     """Save, go on for a while, and lose rank 1 in the middle of a step's work."""
     run = Run(layout, CASE).advance(1, MIDDLE)
     saving.dcp.save(saving.contents(run, Way()), checkpoint_id=path)
-    run.advance(MIDDLE + 1, MIDDLE + 3)
+    run.advance(MIDDLE + 1, MIDDLE + 2)
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    run.advance(MIDDLE + 4, CASE.steps)
+    run.advance(MIDDLE + 3, CASE.steps)
 
 
 @pytest.mark.parametrize(("before", "after"), [("ddp3", "ddp2"), ("hsdp22", "fsdp3")])

@@ -83,9 +83,12 @@ PLACES: list[tuple[str, cases.Options]] = [
 places = pytest.mark.parametrize(("layout", "options"), PLACES, ids=["ddp", "fsdp", "groups", "alone", "meshes"])
 
 
-@places
-@pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
-@pytest.mark.parametrize("what", ["lr", "eps", "momentum", "communication_dtype", "graft", "add", "load"])
+APART = ["lr", "eps", "momentum", "communication_dtype", "graft", "add", "load"]
+# Each in every place, with either answer in turns.
+TURNS = [(what, (i + j) % 2 == 1, *place) for i, what in enumerate(APART) for j, place in enumerate(PLACES)]
+
+
+@pytest.mark.parametrize(("what", "late", "layout", "options"), TURNS)
 def test_one_rank_apart(what: str, late: bool, layout: str, options: cases.Options, pools: Pools) -> None:
     """All ranks stop, before the step or, if the answer is on a device, before the next one."""
     pool = pools[cases.LAYOUTS[layout].world]
@@ -125,12 +128,13 @@ def test_a_rank_that_plans_anew_for_itself(late: bool, layout: str, options: cas
     assert set(pool.run(cases.one_rank_apart, layout, "move", options, late, timeout=20)) == {5}
 
 
-@pytest.mark.parametrize(("check", "step"), [(True, 3), (1, 3), (4, 5)])
-@pytest.mark.parametrize(
-    ("layout", "options"),
-    [*PLACES[:4], ("tp0x2", {}), ("hsdp22", {}), ("hsdp22", {"num_trainers_per_group": 2}), ("fsdp_tp22", {})],
-    ids=["ddp", "fsdp", "groups", "alone", "tp", "hsdp", "hsdp groups", "2d"],
-)
+CHECKS = [(4, 5), (True, 3), (1, 3)]
+REPLICAS = [*PLACES[:4], ("tp0x2", {}), ("hsdp22", {}), ("hsdp22", {"num_trainers_per_group": 2}), ("fsdp_tp22", {})]
+DRIFTS = [(*REPLICAS[0], *check) for check in CHECKS]
+DRIFTS += [(*replica, *CHECKS[i % 2]) for i, replica in enumerate(REPLICAS[1:])]
+
+
+@pytest.mark.parametrize(("layout", "options", "check", "step"), DRIFTS)
 def test_drift(layout: str, options: cases.Options, check: int, step: int, pools: Pools) -> None:
     """One bit of a parameter changes on one rank."""
     pool = pools[cases.LAYOUTS[layout].world]

@@ -7,7 +7,7 @@ from distributed.harness import Pools
 
 from . import fuzz
 
-STORIES = [(seed, fuzz.story(seed)) for seed in range(45)]
+STORIES = [(seed, fuzz.story(seed)) for seed in range(24)]
 VALID = [pytest.param(story, id=f"seed {seed}") for seed, story in STORIES if fuzz.is_valid(story)]
 
 
@@ -17,7 +17,7 @@ def test_what_does_not_matter_changes_no_bit(story: fuzz.Story) -> None:
 
 
 @pytest.mark.parametrize("layout", ["ddp2", "fsdp2"])
-@pytest.mark.parametrize("story", VALID[:6])
+@pytest.mark.parametrize("story", VALID[:3])
 def test_on_ranks(story: fuzz.Story, layout: str, pools: Pools) -> None:
     fuzz.together(layout, pools, story)
 

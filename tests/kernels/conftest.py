@@ -6,6 +6,7 @@ tests/test_kernels.py and tests/test_kernels_executor.py start. By hand: TRITON_
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -44,24 +45,26 @@ def interpret(set_: Callable[[Any, str, Any], None]) -> None:
     for module in (slices, tables, kernel_executor):
         for name in small.keys() & vars(module).keys():
             set_(module, name, small[name])
-    _hurry(set_)
+    _hurry()
 
 
-def _hurry(set_: Callable[[Any, str, Any], None]) -> None:
+@functools.cache
+def _hurry() -> None:
     """What takes most of the interpreter's time and none of its results.
 
-    It puts its functions into triton.language at every call of a function of a kernel: here at every launch, also for the
-    functions that are Triton's own. It looks for integers that overflow, which so small numbers do not, and makes a table of
-    all dtypes whenever it wants one of them.
+    It puts its functions into triton.language at every call of a function of a kernel: here once, to stay. It looks for
+    integers that overflow, which so small numbers do not. What there is to know of a dtype or a shape it works out again for
+    every value.
     """
     import triton.language as tl
     from triton.runtime import interpreter
 
-    patch, everything = interpreter._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-    set_(interpreter, "_patch_lang", lambda kernel: patch(everything))
-    set_(interpreter.InterpretedFunction, "__call__", lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs))
     builder, dtype_of, dtypes = interpreter.interpreter_builder, interpreter._get_np_dtype, dict[str, Any]()
-    set_(builder, "options", replace(builder.options, sanitize_overflow=False))
+    interpreter._patch_attr = _patch_attr
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda kernel: SimpleNamespace(restore=lambda: None)
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
     def found(kind: Any) -> Any:
         name = kind.scalar.name
@@ -69,7 +72,52 @@ def _hurry(set_: Callable[[Any, str, Any], None]) -> None:
             dtypes[name] = dtype_of(kind)
         return dtypes[name]
 
-    set_(interpreter, "_get_np_dtype", found)
+    interpreter._get_np_dtype = found
+    _remember_types(tl.core)
+    _broadcast_seldom(type(interpreter.interpreter_semantic))
+
+
+def _patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """A function of the language, as the interpreter calls it."""
+    from triton.runtime.interpreter import interpreter_semantic
+
+    inner = getattr(member, "__wrapped__", member)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = interpreter_semantic
+        return inner(*args, **kwargs)
+
+    scope.set_attr(obj, name, called)
+
+
+def _remember_types(core: Any) -> None:
+    """One object for each type of blocks, and one for each shape of values."""
+    make, unwrap = core.block_type.__init__, core._unwrap_if_constexpr
+    types, shapes, scalar = dict[Any, Any](), dict[Any, Any](), (core.tuple([]), core.constexpr(1))
+    plain = {core.tensor, int, float, bool, str, type(None)}
+
+    def new(cls: Any, element: Any, shape: Any) -> Any:
+        key = (element.name, *[n.value if n.__class__ is core.constexpr else n for n in shape])
+        if key not in types:
+            kind = object.__new__(cls)
+            make(kind, element, shape)
+            facts = core.tuple(map(core.constexpr, kind.shape)), core.constexpr(kind.numel)
+            kind.facts, types[key] = shapes.setdefault(key[1:], facts), kind
+        return types[key]
+
+    def fill(self: Any, handle: Any, kind: Any) -> None:
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = kind.facts if kind.__class__ is core.block_type else scalar
+
+    core.block_type.__new__, core.block_type.__init__ = new, lambda self, element, shape: None
+    core.tensor.__init__ = fill
+    core._unwrap_if_constexpr = lambda x: x if x.__class__ in plain else unwrap(x)
+
+
+def _broadcast_seldom(semantic: Any) -> None:
+    """Not where both have one shape."""
+    broadcast = semantic.broadcast_impl_value
+    semantic.broadcast_impl_value = lambda self, a, b: (a, b) if a.shape is b.shape else broadcast(self, a, b)
 
 
 _counted: set[str] = set()

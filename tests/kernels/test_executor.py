@@ -25,6 +25,7 @@ from lather.storage.update import rate_of
 # one lies in aligned rows.
 SHAPES = [(24, 8), (24, 8), (7, 31), (6, 4, 3, 3), (9,), (), (2, 3, 4, 3, 2), (8, 32)]
 FEW = SHAPES[:5]
+FEWER = [(24, 8), (7, 31), (9,)]
 WHOLE = [(20, 12), (20, 12), (5, 9), (9,)]  # each is one block
 # Statistics of few steps are rank deficient: eps is large, or rounding would decide.
 GIVEN = PAPER | {"lr": 0.05, "eps": 0.3, "max_preconditioner_dim": 24, "precondition_frequency": 2}
@@ -126,7 +127,7 @@ EVERYWHERE = ("plain", "packed", "diagonal", "elementwise", "kl", "by default", 
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_twin(name):
     """With every shape those that treat shapes differently."""
-    shapes = SHAPES if name in EVERYWHERE else FEW
+    shapes = SHAPES if name in EVERYWHERE else FEWER
     params = parameters(shapes)
     opt, twin = pair(params, **CASES[name])
     for step in range(1, 4):
@@ -160,14 +161,14 @@ def test_agrees_with_torch(name, monkeypatch):
     torch.testing.assert_close(kernels.metrics(), plain.metrics(), rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", ["l2", "by default", "schedule free", "kl, packed"])
+@pytest.mark.parametrize("name", ["l2", "by default", "schedule free"])
 def test_an_armed_step_moves_parameters_as_any_other(name):
-    ours, theirs = parameters(FEW), parameters(FEW)
+    ours, theirs = parameters(FEWER), parameters(FEWER)
     watched, plain = (lather.Shampoo(params, **GIVEN | CASES[name]) for params in (ours, theirs))
     for step in range(1, 4):
         watched.arm()
-        take(watched, ours, gradients(step, FEW))
-        take(plain, theirs, gradients(step, FEW))
+        take(watched, ours, gradients(step, FEWER))
+        take(plain, theirs, gradients(step, FEWER))
     assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
 
 
@@ -391,8 +392,8 @@ def test_soap(options):
     corrections then differ by slot. Vectors of SOAP without a graft are Adam's."""
     params = parameters(FEW)
     opt, twin = pair(params, preconditioner="soap", **{"eps": 1e-3, "precondition_frequency": 5} | options)
-    for step in range(1, 12):
-        grads = [None if i == 1 and step in (2, 8) else grad for i, grad in enumerate(gradients(step, FEW))]
+    for step in range(1, 9):
+        grads = [None if i == 1 and step in (2, 6) else grad for i, grad in enumerate(gradients(step, FEW))]
         take(opt, params, grads)
         twin.step(grads)
     assert_close(params, twin.params, tolerance=2e-5)
@@ -442,10 +443,10 @@ def test_parameters_of_half_the_size(dtype):
 def test_averages_of_banks_in_parts(dtype, monkeypatch):
     """Torch applies what kernels give out: with slices of banks too, and the same bits."""
     whole, parts = parameters(FEW, dtype), parameters(FEW, dtype)
-    one = run(whole, 1, 4, FEW, averaging="schedule_free", weight_decay=0.1)
+    one = run(whole, 1, 3, FEW, averaging="schedule_free", weight_decay=0.1)
     assert not any(executor.moves_parameters for executor in by_kernels(one))
     monkeypatch.setattr(slices, "LARGEST", 200)
-    many = run(parts, 1, 4, FEW, averaging="schedule_free", weight_decay=0.1)
+    many = run(parts, 1, 3, FEW, averaging="schedule_free", weight_decay=0.1)
     assert len(many._session.run.units[0].writes) > len(one._session.run.units[0].writes)
     for mode in ("train", "eval"):
         assert all(torch.equal(p, q) for p, q in zip(whole, parts, strict=True)), mode
@@ -557,8 +558,10 @@ def test_gradients_from_stacks_and_directions_that_leave(reads_gradients, betas,
     assert_close(others, [p.detach().double() for p in params], 2e-7)
 
 
-@pytest.mark.parametrize("size", [1e-15, 1.0, 1e15])
-@pytest.mark.parametrize(("precision", "low", "high"), [("highest", 0, 1e-6), ("high", 1e-5, 1e-3)])
+HALVES, ONE = ("highest", 0, 1e-6), ("high", 1e-5, 1e-3)
+
+
+@pytest.mark.parametrize(("size", "precision", "low", "high"), [(1e-15, *HALVES), (1e15, *HALVES), (1.0, *HALVES), (1e15, *ONE)])
 def test_factors(size, precision, low, high):
     """Products of gradients in two halves are as good as float32, in one as TF32; neither depends on the scale."""
     shapes = [(40, 24), (16, 32), (7, 20), (10, 12, 3, 3)]

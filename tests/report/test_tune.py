@@ -158,8 +158,6 @@ def evaluated(report: lather.TuneReport, model: nn.Module) -> dict[str, Any]:
         ("resnet50", {}),
         ("gpt2", {"memory": "40GB", "step_ms": 70, "overhead": "10%"}),
         ("gpt2", {"memory": "3GiB", "step_ms": 100, "forward_backward": 60}),
-        ("resnet50", {"memory": "3GiB", "step_ms": 100, "forward_backward": 60}),
-        ("gpt2", {"overhead": 0.2, "forward_backward": 60}),
         ("resnet50", {"overhead": 0.2, "forward_backward": 60, "memory": "1MB"}),
         ("gpt2", {"step_ms": 5}),
     ],

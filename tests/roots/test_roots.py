@@ -108,9 +108,7 @@ def bound(solver: RootSolver, kappa: float, dtype: torch.dtype) -> float:
 
 
 @each_solver
-@pytest.mark.parametrize(
-    ("condition", "dtype"), [*((c, torch.float32) for c in (1, 1e2, 1e5, 1e8)), (1e2, torch.float64), (1e8, torch.float64)]
-)
+@pytest.mark.parametrize(("condition", "dtype"), [*((c, torch.float32) for c in (1, 1e5, 1e8)), (1e8, torch.float64)])
 def test_error_against_float64(solver, condition, dtype):
     for d in SIZES:
         a = factors(d, condition, 2, dtype=dtype)
@@ -241,8 +239,7 @@ def test_empty_stack(solver):
 
 
 @each_solver
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("d", [1, 2, 3, 7, 16, 33])
+@pytest.mark.parametrize(("d", "dtype"), [*((d, torch.float32) for d in (1, 2, 3, 7, 16, 33)), (7, torch.float64)])
 def test_a_stack_is_bitwise_its_slots(solver, d, dtype):
     """Cold, then warm on a matrix that has moved."""
     first = mixed(d, 7, dtype)
