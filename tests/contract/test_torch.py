@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import lather
+from lather.runtime import session
 
 SHAPES = {"weight": (6, 5), "twin": (6, 5), "conv": (4, 3, 2, 2), "bias": (6,), "scale": ()}
 FAST: dict[str, Any] = {"lr": 0.02, "precondition_frequency": 3, "weight_decay": 0.1, "max_preconditioner_dim": 4}
@@ -897,6 +898,24 @@ def test_no_memory_of_a_parameter_is_held_between_steps(options: dict[str, Any],
     p.data, p.grad = torch.randn(8, 8), None
     gc.collect()
     assert [ref() for ref in held] == [None, None]
+
+
+def test_state_that_is_replaced_is_not_held_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = nn.Parameter(torch.randn(8, 8))
+    opt = lather.Shampoo([p])
+    set_grads([p], 0)
+    opt.step()
+    banks, make = [weakref.ref(bank) for bank in opt._session.run.banks], session.make_run
+    alive: list[bool] = []
+
+    def watched(*args: Any) -> Any:
+        alive.extend(bank() is not None for bank in banks)
+        return make(*args)
+
+    monkeypatch.setattr(session, "make_run", watched)
+    opt.state[p] = {name: x.clone() for name, x in opt.state[p].items()}
+    opt.step()
+    assert alive == [False] * len(banks)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

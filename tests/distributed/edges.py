@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import lather
 from lather import roots
+from lather.runtime.exchange import Collective
 
 from . import cases
 from .cases import BASE, Case, Options, Run, Stored, fsdp, local, mesh_of, noise, train
@@ -204,6 +205,47 @@ def gradient_on_one_rank_only(layout: str) -> Stored:
             run.model.get_parameter("table.weight").grad = None
         run.opt.step()
     return run.stored()
+
+
+def a_holder_without_a_gradient(missing: bool) -> Tensor:
+    """Rank 0 owns the only block, and rank 1 has no gradient of its half in one step, or zeros."""
+    mesh = mesh_of(2)
+    p = nn.Parameter(distribute_tensor(noise("half", 0, (6, 4)), mesh, [Shard(0)], src_data_rank=None))
+    opt = lather.Shampoo([p], **BASE)
+    for step in range(1, 4):
+        p.grad = distribute_tensor(noise("half", step, (6, 4)), mesh, [Shard(0)], src_data_rank=None)
+        if step == 2 and dist.get_rank() == 1:
+            p.grad = None if missing else torch.zeros_like(p)
+        opt.step()
+    assert opt._session.run.plan.owners == (0,)
+    return p.detach().full_tensor()
+
+
+def a_step_that_raises_in_the_middle() -> tuple[int, list[bool]]:
+    """On all ranks, with collectives under way; how many, and whether any were when the next step started its own."""
+    run = Run("fsdp2", Case({"stages": 4})).advance(1, 1)
+    made = run.opt._session.run
+    collectives = [c for unit in made.units for c in (unit.inbound, *(r.swap for r in unit.outbound)) if c]
+    phases, seen, start = made.phases, list[bool](), Collective.start
+
+    def left() -> int:
+        return sum(c._work is not None for c in collectives)
+
+    def started(self: Any) -> None:
+        seen.append(left() > 0)
+        start(self)
+
+    def fails(step: Any) -> None:
+        raise FloatingPointError("in the middle")
+
+    made.phases = [*phases[:3], fails]
+    run.set_grads(2)
+    with suppress(FloatingPointError):
+        run.opt.step()
+    made.phases, under_way = phases, left()
+    with mock.patch.object(Collective, "start", started):
+        run.opt.step()
+    return under_way, seen[:1]
 
 
 # Failures on one rank.

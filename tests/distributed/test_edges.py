@@ -104,6 +104,17 @@ def test_disagreement_on_gradients_does_not_hang(layout: str, pools: Pools) -> N
     cases.assert_same(*({name: x for name, x in some.items() if name not in torn} for some in (ours, usual)))
 
 
+def test_a_holder_without_a_gradient_sends_zeros(pools: Pools) -> None:
+    lacking, zeros = (pools[2].run(edges.a_holder_without_a_gradient, missing) for missing in (True, False))
+    assert all(torch.equal(x, zeros[0]) for x in (*lacking, *zeros))
+
+
+def test_what_a_step_left_over_is_finished_first(pools: Pools) -> None:
+    """Stages share buffers, so what still arrives would be taken for what the next step sends."""
+    for under_way, seen in pools[2].run(edges.a_step_that_raises_in_the_middle, timeout=20):
+        assert under_way > 0 and seen == [False]
+
+
 FAILURES = [
     (edges.strict_about_nan, "FloatingPointError", "low.weight"),
     (edges.failing_refreshes, "RuntimeError", "low.weight"),

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from . import cases
-from .cases import LAYOUTS, Case
+from .cases import LAYOUTS, MANY, Case
 from .harness import Failed, Hang, Pool, Pools
 
 
@@ -49,7 +49,7 @@ def test_failures_and_hangs() -> None:
         pool.close()
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+@pytest.mark.parametrize("layout", MANY)
 def test_the_cases_with_an_elementwise_optimizer(layout: str, pools: Pools) -> None:
     case = Case(optimizer="adamw", gaps=True, steps=3)
     stored = pools[LAYOUTS[layout].world].run(cases.train, layout, case)

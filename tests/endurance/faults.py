@@ -28,6 +28,7 @@ from distributed.cases import Case, Run, Stored, local, whole
 from distributed.harness import Pools
 
 from lather.runtime import checkpoint
+from lather.runtime.run import in_turn
 from lather.runtime.session import Session
 from lather.runtime.unit import Unit
 
@@ -105,7 +106,7 @@ class Fault:
         return 2 * EVERY if self.phase in IN_A_CHECKPOINT else WHEN
 
     @contextmanager
-    def strikes(self, step: int) -> Iterator[None]:
+    def strikes(self, run: Run, step: int) -> Iterator[None]:
         if step != self.step or dist.get_rank() != self.rank:
             yield
             return
@@ -116,7 +117,9 @@ class Fault:
             FAULTS[self.kind]()
             return real(*args, **kwargs)
 
-        with mock.patch.object(owner, name, struck):
+        made = run.opt._session.run
+        with mock.patch.object(owner, name, struck), mock.patch.object(made, "phases", made.phases):
+            made.phases = in_turn(made.units)  # which are methods of units
             yield
 
 
@@ -141,7 +144,7 @@ def train(layout: str, folder: Path, fault: Fault) -> Stored:
 def train_on(layout: str, folder: Path, fault: Fault) -> Stored:
     run = Run(layout, CASE)
     for step in range(1, CASE.steps + 1):
-        with fault.strikes(step):
+        with fault.strikes(run, step):
             run.advance(step, step)
             try:
                 save(run, folder, step) if step % EVERY == 0 else None

@@ -29,6 +29,14 @@ def layouts(draw, order, places=None):
     return Layout(axes, tuple(draw(st.permutations(range(len(axes))))), draw(st.sampled_from([(), cells])))
 
 
+def test_gradients_that_travel_go_first():
+    """Others would take a turn between two stages, and the next stage's gradients would leave late."""
+    specs = [Spec(f"{i}", (8, 8), 0, layout=Layout((Axis(2, 0 if i % 2 else None),))) for i in range(8)]
+    plan = make_plan(specs, [settings_of()], [range(2)], stages=3)
+    travels = [transport.inbound is not None for transport in plan.transports]
+    assert travels == sorted(travels, reverse=True) and 0 < sum(travels) < len(travels)
+
+
 @st.composite
 def plans(draw):
     """Parameters that lie over one team, each in its own way."""

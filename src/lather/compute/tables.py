@@ -73,10 +73,8 @@ class Tables:
         roots = torch.tensor([address for part in parts for address in _roots(part, self._one)], device="cpu")
         counted = [(part.bank, i) for part in parts for i in range(part.start, part.stop)]
         skipped, broken = [bank.skipped[i].data_ptr() for bank, i in counted], [bank.broken[i].data_ptr() for bank, i in counted]
-        marks, numels = (
-            torch.tensor(broken, device="cpu"),
-            torch.tensor([part.numel for part in parts for _ in range(part.n)], device="cpu"),
-        )
+        marks = torch.tensor(broken, device="cpu")
+        numels = torch.tensor([part.numel for part in parts for _ in range(part.n)], device="cpu")
         slots = SlotTable(first_tile, num_tiles, numel=numels, root_address=roots, broken_address=marks)
         self.slots = torch.stack(slots).to(device)
         self.skip_counters = from_host(skipped, halves, torch.int64)

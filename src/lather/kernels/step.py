@@ -200,7 +200,7 @@ def choose(
     if RMS > 0:
         length = RMS * tl.sqrt(tl.load(slots + NUMEL * n + slot).to(tl.float32))
         instead = -tl.where(target > 0, tl.maximum(length / target, 1e-37), 1.0)  # not zero, which is not negative
-        target = length
+        target = tl.where((target > 0) & (target < float("inf")), length, 0.0)
     size = tl.sqrt(_total(partial, slots, slot, n, BLOCK))
     first, _ = _corrections(numbers, corrections, slot, n, UNIFORM)
     value = 1.0 / first

@@ -127,7 +127,7 @@ class Plan:
         """In an order that all ranks share."""
 
         def order(t: Transport) -> tuple[Any, ...]:
-            kind = t.stage, t.gather, str(t.mesh), str(t.inbound), str(t.outbound), t.device
+            kind = t.inbound is None, t.stage, t.gather, str(t.mesh), str(t.inbound), str(t.outbound), t.device
             return largest_first(self.teams[t.team]), kind
 
         return tuple(sorted(dict.fromkeys(key.transport for key in self.keys), key=order))

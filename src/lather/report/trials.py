@@ -77,7 +77,7 @@ class Trials:
         blocks, less = list(self._blocks()), list(self._savings())
         total = len(solvers) + len(blocks) * len(less)
         for changes in self._in_order(solvers, blocks, less):
-            show(len(self._done), total, _words(changes))
+            show(len(self._done), max(total, len(self._done) + 1), _words(changes))  # more, if another solver is faster
             self._try(changes, time.monotonic() > end)
         show(total, total, "")
         self.rows = [row for trial in self._done for row in self._rows_of(trial)]

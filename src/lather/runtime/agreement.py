@@ -1,7 +1,7 @@
 """What ranks must agree on before they exchange anything, and how they stop together if they do not."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, final
 
@@ -18,7 +18,7 @@ from ..storage.tensors import checksums, describe, groups_of, layout_of
 from .health import failures, to_host, too_many
 from .parameters import Groups, name_of, stored_items
 from .ranks import MADE, PARAMETER, PLAN, Comm, Facts, Peers, Ranks, difference, digest, is_trouble
-from .run import Phase, Run
+from .run import Phase, Run, in_turn
 
 ALARM = 10  # steps between looks at the failures of all ranks
 
@@ -115,7 +115,8 @@ class Agreement:
             if error is not None:
                 raise error
             run.connect()
-            self._plan, self._phases = run.plan, run.phases
+            without = [replace(unit, executors=()) for unit in run.units]  # a missed step needs none, and they keep banks alive
+            self._plan, self._phases = run.plan, in_turn(without)
         self._loads = self.loads
         return True
 

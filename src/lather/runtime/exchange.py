@@ -38,7 +38,7 @@ def rounded(p: Tensor, wire: str) -> Tensor:
 
 @final
 class Collective:
-    """One collective of every step, with buffers of its own, and the work in progress."""
+    """One collective of every step, and the work in progress."""
 
     def __init__(self, comm: Comm, begin: Callable[[], Any]) -> None:
         self._comm, self._begin = comm, begin
@@ -51,3 +51,8 @@ class Collective:
     def finish(self) -> None:
         self._work.wait()
         self._work = None
+
+    def settle(self) -> None:
+        """Finish what a step that raised has left over."""
+        if self._work is not None:
+            self.finish()

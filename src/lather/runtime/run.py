@@ -44,6 +44,7 @@ class Run:
     steps: list[int] = field(default_factory=list)  # the same on the host
     sharded: list[bool] = field(default_factory=list)  # whether parameters are DTensors
     averages: Averages = field(default_factory=lambda: Averages([], [], [], [], []))
+    _is_underway: bool = False  # a step has begun and not ended
     _stored: Stored | None = None
     _masters: dict[int, Tensor] = field(default_factory=dict)  # parameters as they are before they are rounded
     _offsets: dict[Any, Mapping[int, int]] = field(default_factory=dict)
@@ -73,6 +74,10 @@ class Run:
 
     def begin(self, grads: Mapping[int, Tensor], settings: Sequence[Settings], rates: Sequence[Rate], groups: Groups) -> Step:
         """What units need to know about a step of the parameters that have gradients. It counts once it has :meth:`ended <end>`."""
+        if self._is_underway:  # the last step raised, and what it sent may still arrive, in buffers that this one fills
+            for unit in self.units:
+                unit.settle()
+        self._is_underway = True
         counts = [t + (i in grads) for i, t in enumerate(self.steps)]
         if self._stored is None:
             params, self._masters = {i: local(p) for i, p in enumerate(self.params)}, self._local("master")
@@ -90,6 +95,7 @@ class Run:
 
     def end(self, step: Step) -> None:
         """Count a step that is done. One that raised before does not count."""
+        self._is_underway = False
         if moved := [i for i in self._masters if self.comms or i in step.grads]:  # an owner may have had a gradient
             torch._foreach_copy_([local(self.params[i]) for i in moved], [self._masters[i] for i in moved])
         even = len(step.grads) == len(self.steps)

@@ -266,13 +266,13 @@ class Session:
             raise ValueError(f"to={to} does not store these parameters; use one of the ranks {sorted(known)}")
         views = run.averages.complete(run.steps, groups)
         gathered = checkpoint.collect(run.plan, run.banks, views, run.comms, my_rank(), to)
-        for g, group in enumerate(groups if my_rank() == to else ()):
-            for i, p in enumerate(group["params"]):
-                if p.requires_grad and not is_stored(p):  # known on this rank alone: elsewhere it may be a copy of one that is here
-                    raise ValueError(
-                        f"rank {to} does not store parameter {name_of(group, g, i)}, so it cannot have the whole state; save with "
-                        "torch.distributed.checkpoint"
-                    )
+        every = [(p, name_of(group, g, i)) for g, group in enumerate(groups) for i, p in enumerate(group["params"])]
+        away = next((name for p, name in every if p.requires_grad and not is_stored(p)), None)
+        if away := self._agreement.peers.tell(away if my_rank() == to else None):  # what other ranks lack may be copies
+            raise ValueError(
+                f"rank {to} does not store parameter {away}, so it cannot have the whole state; save with "
+                "torch.distributed.checkpoint"
+            )
         self.consolidated = dict(zip(run.params, gathered, strict=True))
 
     def load(self, groups: Groups, state: State, state_dict: Mapping[str, Any]) -> None:

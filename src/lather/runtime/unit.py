@@ -54,7 +54,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Round:
-    """Directions that go out together. See [Note: two hops] in :mod:`lather.planning.messages`."""
+    """Directions that go out together. See [Note: two hops] in :mod:`lather.planning.messages`. Only the last hop overlaps."""
 
     chunks: Sequence[tuple[Tensor, Tensor]]  # what has to be put in order before it is sent
     swap: Collective | None
@@ -73,6 +73,11 @@ class Round:
     def finish(self) -> None:
         if last := self.gather or self.swap:
             last.finish()
+
+    def settle(self) -> None:
+        for collective in (self.swap, self.gather):
+            if collective:
+                collective.settle()
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,12 @@ class Unit:
             if step is not None:
                 for pieces in this.receives:
                     pieces.write(pieces.directions(), step)
+
+    def settle(self) -> None:
+        """Finish what a step that raised has left over."""
+        for one in (self.inbound, *self.outbound):
+            if one:
+                one.settle()
 
     def _run(self, executor: Executor[Any], step: Step) -> None:
         """Give an executor its gradients, and send or apply its directions."""

@@ -179,8 +179,8 @@ class Pieces:
             return self._brought[0][1]
         copy_pairs(self._brought)
         if span.scales:  # bytes are copied first, because messages are not aligned for numbers of four bytes
-            raw, pairs = self._scales
-            copy_pairs(pairs)
+            raw = torch.empty(SCALE * len(span.grids), dtype=torch.int8, device=flat.device)
+            copy_pairs(self._parts(raw, span.scales))
             scales, (_, lengths) = raw.view(torch.float32).to(flat.dtype), self._elements
             flat.mul_(torch.repeat_interleave(scales, lengths, output_size=span.numel))
         return flat
@@ -194,11 +194,6 @@ class Pieces:
     @cached_property
     def _brought(self) -> list[tuple[Tensor, Tensor]]:
         return self._parts(self._buffers["directions"].flat, self._span.parts)
-
-    @cached_property
-    def _scales(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        raw = torch.empty(SCALE * len(self._span.grids), dtype=torch.int8, device=self._buffers["directions"].flat.device)
-        return raw, self._parts(raw, self._span.scales)
 
     def _parts(self, flat: Tensor, parts: Sequence[tuple[int, int, int]]) -> list[tuple[Tensor, Tensor]]:
         """Parts of a flat buffer, each with the messages that it belongs to."""
