@@ -9,7 +9,7 @@ setup: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
 demo: setup
@@ -35,7 +35,7 @@ dist: setup
 	rm -rf build dist
 	$(BIN)/python -m build --outdir dist . > /dev/null
 	$(PYTHON) -m venv --clear build/empty
-	build/empty/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	build/empty/bin/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt dist/*.whl
 	cd build && empty/bin/python ../tests/smoke.py
 	@ls -l dist
 
