@@ -160,7 +160,7 @@ class Done:
 
 
 class Wire:
-    """In the place of torch's collectives: counts bytes from and to other ranks, and moves nothing."""
+    """Replaces torch's collectives: counts bytes from and to other ranks, and moves nothing."""
 
     def __init__(self) -> None:
         self.bytes = Counter[str]()

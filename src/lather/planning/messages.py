@@ -182,7 +182,7 @@ def rounds(plan: Plan, transport: Transport) -> list[list[int]]:
     """Blocks whose directions are gathered together, in the order of owners.
 
     A place receives about ``ROUND`` bytes in a round. Rounds take the first blocks of all owners, then the second, and so on, so
-    that owners have equally much to send. If the blocks of a turn do not fit, each round takes those of every so many owners.
+    that owners have equally much to send. If the blocks of a turn do not fit, a round takes those of some owners, evenly spread.
     """
     owned = [list(plan.sequence(transport, owner)) for owner in range(len(plan.teams[transport.team]))]
     turns = [[number for number in turn if number is not None] for turn in zip_longest(*owned)]
