@@ -91,7 +91,7 @@ def distance(options: Mapping[str, Any], usual: Mapping[str, Any]) -> float:
 
 
 def recommend(rows: Sequence[Row], budgets: Budgets, usual: Mapping[str, Any]) -> Row:
-    """The row nearest to the usual options that keeps all budgets. If there is none, the one that exceeds them least."""
+    """The row nearest to the usual options that keeps all budgets. If no row does, the one that exceeds them least."""
 
     def order(row: Row) -> tuple[float, ...]:
         known = max([1.0, *(used for used in budgets.used(row).values() if used < math.inf)])
