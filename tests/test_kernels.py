@@ -12,7 +12,6 @@ from interpreted import ROOT, run_interpreted
 import lather
 from lather import roots
 from lather.compute import kernel_executor, slices
-from lather.kernels.schema import CombineTerms
 from lather.roots import products, track
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which there is for Linux")
@@ -85,10 +84,9 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
             p.grad = torch.ones_like(p)
         opt.step()
     x, one = torch.ones(1, 256, 256), torch.ones(1)
-    halves = products.encode(x, one)
-    products.combine(halves, halves, CombineTerms(*torch.ones(5, 1)))
-    products.product(halves, halves, add=halves)
-    products.frobenius(halves)
+    m, r, _, starts, _ = products.begin(x, one, 1e-4, 1.02, (1.0, 1.0, 1.0, 0.0), 2)
+    halves = products.product(r, m, add=m, beta=0.5)
+    products.residual(halves, x, starts, 2)
     products.decode(halves, one, 256)
     assert {"gram", "symmetric"} <= loaded_ahead  # or what they take would say nothing
     if small:

@@ -36,7 +36,7 @@ class Alignment(IntEnum):
     CONTIGUOUS = 2  # in one piece that consists of whole vectors
 
 
-# Tables with one row per item: int64 [items, fields].
+# Tables with one row per item: [items, fields], of int64 unless said otherwise.
 
 
 class Tile(NamedTuple):
@@ -96,6 +96,18 @@ class ThinFactor(NamedTuple):
     side: int  # rows of L
 
 
+class Start(NamedTuple):
+    """float32: how a root begins. ``M = m_a A + m_identity I``, ``R = r_a A + r_square S + r_identity I`` for a factor ``A`` and
+    its scaled square ``S``. The root is ``back M^(-1/p)``."""
+
+    m_a: float
+    m_identity: float
+    r_a: float
+    r_square: float
+    r_identity: float
+    back: float
+
+
 # Tables with one row per field. A field is a row: a list or tensor with one entry per slot, or per tensor.
 
 
@@ -126,17 +138,6 @@ class TensorAddresses(NamedTuple):
     gradients: Any
     parameters: Any
     momenta: Any
-
-
-class CombineTerms(NamedTuple):
-    """float32 [fields, slots]: ``first = first_x X + first_identity I`` and ``second = second_x X + second_y Y +
-    second_identity I``."""
-
-    first_x: Any
-    first_identity: Any
-    second_x: Any
-    second_y: Any
-    second_identity: Any
 
 
 class Numbers(NamedTuple):

@@ -1,52 +1,30 @@
 """The product that polynomial iterations use: float32 on most devices, halves on GPUs that run our kernels.
 
-On a GPU float32 products are slow, and TF32 loses what is below a thousandth of the largest entry. So a matrix is split into
-two halves of 16 bits, which hold 22 bits together. Tensor cores multiply them with float32 sums, in three products of halves.
-Only one triangle of the result is computed. On an H200 and for d = 1024 that takes a sixth of the time of float32. Entries
-must be within the range of a half, 6e-8 to 65504.
+On a GPU float32 products are slow. So matrices are kept in halves, which are floats of 16 bits. Tensor cores multiply them with
+float32 sums, and only one triangle of the result is computed. Entries must be within the range of a half, 6e-8 to 65504.
 """
 
 import importlib.util
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import linalg
-from ..kernels.schema import CombineTerms
+from ..kernels.schema import Start, position
 from ..linalg import symmetrize
 
 ENOUGH = 160 << 10  # bytes of shared memory for three stages, which take 128 KiB on an A100 and 192 KiB on an H200
+PROBES = 16  # vectors that residuals are estimated on
 
 
-def product(
-    x: Tensor, y: Tensor, alpha: float = 1.0, add: Tensor | None = None, beta: float = 0.0, diagonal: float = 0.0
-) -> Tensor:
-    """`alpha x y + beta add + diagonal I` [n, d, d] for symmetric `x`, `y`, `add`, where `x` and `y` commute."""
+def product(x: Tensor, y: Tensor, alpha: float = 1.0, add: Tensor | None = None, beta: float = 0.0) -> Tensor:
+    """`alpha x y + beta add` [n, d, d] for symmetric `x`, `y`, `add`, where `x` and `y` commute."""
     if x.dtype == torch.float16:
-        return _product_of_halves(x, y, alpha, add, beta, diagonal)
-    z = symmetrize(linalg.product(x, y, None, add, alpha, beta))  # to the bit: an iteration may amplify a skew part
-    if diagonal:
-        z.diagonal(dim1=1, dim2=2).add_(diagonal)
-    return z
-
-
-def matrix_power(x: Tensor, p: int) -> Tensor:
-    """`x^p` for p >= 1."""
-    return linalg.matrix_power(x, p, product)
-
-
-def times_power(x: Tensor, p: int, y: Tensor) -> Tensor:
-    """`x^p y` for p >= 1 and `x`, `y` that commute, as `x^(p/2) (x^(p/2) y)`: each factor spans half the decades of `x^p`."""
-    if p % 2:
-        return product(x, times_power(x, p - 1, y) if p > 1 else y)
-    half = matrix_power(x, p // 2)
-    return product(half, product(half, y))
-
-
-def product_count(p: int) -> int:
-    """Products in `times_power(x, p, y)`, which are as few as by repeated squaring."""
-    return p.bit_length() + p.bit_count() - 1
+        return _product_of_halves(x, y, alpha, add, beta)[0]
+    return symmetrize(linalg.product(x, y, None, add, alpha, beta))  # to the bit: an iteration may amplify a skew part
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -71,20 +49,20 @@ def stages(device: torch.device) -> int:
     return 3 if memory >= ENOUGH else 2
 
 
-def is_split(x: Tensor) -> bool:
+def is_in_halves(x: Tensor) -> bool:
     """Whether to compute products with this stack in halves."""
     fits = len(x) < 1 << 16 and x.shape[-1] < 1 << 15  # limits of the kernels' grid and of their 32-bit counts
     return x.dtype == torch.float32 and fits and has_kernels(x.device)
 
 
 def encode(x: Tensor, scale: Tensor) -> Tensor:
-    """Halves [n, 2, D, D] of `scale[n] x`, zero beyond `d`."""
+    """`scale[n] x` in halves [n, D, D], zero beyond `d`."""
     from ..kernels import dense
 
     n, d, _ = x.shape
     ld = -(-d // _side(d)) * _side(d)
-    block, halves = _block(ld), x.new_empty((n, 2, ld, ld), dtype=torch.float16)
-    dense.split[ld, n, -(-ld // block)](x.contiguous(), scale.contiguous(), halves, d, ld, ld * ld, BLOCK=block)
+    block, halves = _block(ld), x.new_empty((n, ld, ld), dtype=torch.float16)
+    dense.encode[ld, n, -(-ld // block)](x, scale, halves, d, ld, ld * ld, BLOCK=block)
     return halves
 
 
@@ -92,31 +70,56 @@ def decode(x: Tensor, scale: Tensor, d: int) -> Tensor:
     """The matrices [n, d, d] that were encoded, times `scale[n]`."""
     from ..kernels import dense
 
-    n, _, ld, _ = x.shape
+    n, ld, _ = x.shape
     block, out = _block(ld), x.new_empty((n, d, d), dtype=torch.float32)
-    dense.join[d, n, -(-ld // block)](x, scale.contiguous(), out, d, ld, ld * ld, BLOCK=block)
+    dense.decode[d, n, -(-ld // block)](x, scale, out, d, ld, ld * ld, BLOCK=block)
     return out
 
 
-def frobenius(x: Tensor) -> Tensor:
-    """The norms [n] of encoded matrices."""
+class Beginning(NamedTuple):
+    """`M`, `R` and `X` of a root in halves, and the table of `Start`, of which `back` is a column."""
+
+    m: Tensor
+    r: Tensor
+    x: Tensor
+    starts: Tensor
+    back: Tensor
+
+
+def begin(a: Tensor, floor: Tensor, part: float, margin: float, step: Sequence[float], p: int) -> Beginning:
+    """`M = (A + ridge I) / z`, `R = b M + c M^2`, `X = a I + R` for factors [n, d, d] and `a, b, c` of the first step.
+
+    `z = margin ||A^2||_F^(1/2) + ridge`, `ridge = max(floor[n], part margin ||A^2||_F^(1/2))`.
+    """
     from ..kernels import dense
 
-    n, size, block = x.shape[0], x.shape[2] * x.shape[3], 4096
-    parts = -(-size // block)
-    sums = x.new_empty((n, parts), dtype=torch.float32)
-    dense.squares[parts, n](x, sums, size, parts, BLOCK=block)
-    return sums.sum(1).sqrt()
+    (n, d, _), (first, b, c, *_) = a.shape, step
+    scale, starts = torch.empty_like(floor), floor.new_empty(n, len(Start._fields))
+    dense.measure[n,](a, floor, scale, d, BLOCK=1024)
+    halves = encode(a, scale.reciprocal())
+    square, sums = _product_of_halves(halves, halves, dense.SQUARED.value, None, 0.0, summed=True)
+    dense.plan[n,](sums, scale, floor, starts, len(sums) // n, part, margin, first, b, c, float(p), BLOCK=64)
+    ld = square.shape[-1]
+    block, m, r, x = _block(ld), *(torch.empty_like(square) for _ in range(3))
+    dense.begin[ld, n, -(-ld // block)](a, square, starts, first, m, r, x, d, ld, ld * ld, BLOCK=block)
+    return Beginning(m, r, x, starts, starts[:, position(Start, "back")])
 
 
-def combine(x: Tensor, y: Tensor, terms: CombineTerms) -> tuple[Tensor, Tensor]:
-    """The matrices `first` and `second` that `CombineTerms` describes, for encoded matrices. Each of the terms is [n]."""
+def residual(x: Tensor, a: Tensor, starts: Tensor, p: int) -> Tensor:
+    """`||(X^p M - I) V||_F / ||V||_F` [n] for roots in halves and the factors that they are of. `V` are signs."""
     from ..kernels import dense
 
-    n, _, ld, _ = x.shape
-    block, first, second = _block(ld), torch.empty_like(x), torch.empty_like(x)
-    dense.combine[ld, n, -(-ld // block)](x, y, torch.stack(terms), first, second, ld, ld * ld, n, BLOCK=block)
-    return first, second
+    (n, d, _), ld, rows = a.shape, x.shape[-1], 32
+    programs = -(-d // rows)
+    y, sums = a.new_empty(2, n, d, PROBES), a.new_empty(n, programs)
+    for k in range(p + 1):
+        damped = k == p // 2  # M in the middle: otherwise y would span the whole range of X^p
+        matrices, sizes = (a, (d, d, d * d)) if damped else (x, (d, ld, ld * ld))
+        dense.probe[programs, n](
+            matrices, y[(k + 1) % 2], starts, sums if k == p else y[k % 2], *sizes,
+            FIRST=k == 0, LAST=k == p, DAMPED=damped, PROBES=PROBES, ROWS=rows, DEPTH=64, num_warps=4,
+        )  # fmt: skip
+    return (sums.sum(1) / (d * PROBES)).sqrt()
 
 
 def _block(ld: int) -> int:
@@ -127,14 +130,18 @@ def _side(d: int) -> int:
     return 64 if d <= 192 else 128
 
 
-def _product_of_halves(x: Tensor, y: Tensor, alpha: float, add: Tensor | None, beta: float, diagonal: float) -> Tensor:
+def _product_of_halves(
+    x: Tensor, y: Tensor, alpha: float, add: Tensor | None, beta: float, summed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The product. With `summed` also the sum of its squares, for every tile of every matrix."""
     from ..kernels import dense
 
-    (n, _, d, _), out = x.shape, torch.empty_like(x)
-    side = _side(d)
-    tiles = d // side * (d // side + 1) // 2
+    (n, ld, _), out = x.shape, torch.empty_like(x)
+    side = _side(ld)
+    tiles = ld // side * (ld // side + 1) // 2
+    sums = x.new_empty(n * tiles if summed else 1, dtype=torch.float32)
     dense.symmetric[n * tiles,](
-        x, y, x if add is None else add, out, d, d * d, tiles, alpha, beta, diagonal,
-        ADD=add is not None, SIDE=side, DEPTH=64, num_warps=8 if side == 128 else 4, num_stages=stages(x.device),
+        x, y, x if add is None else add, out, sums, ld, ld * ld, tiles, alpha, beta,
+        ADD=add is not None, SUMS=summed, SIDE=side, DEPTH=64, num_warps=8 if side == 128 else 4, num_stages=stages(x.device),
     )  # fmt: skip
-    return out
+    return out, sums
