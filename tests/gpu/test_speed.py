@@ -398,12 +398,12 @@ def test_parameters_that_are_views_of_one_buffer(offset):
     """As of a flattened model: they need not begin where whole vectors do."""
     sizes = [torch.Size(shape).numel() for shape in SHAPES]
     flat = torch.zeros(offset + sum(sizes), device="cuda")
-    opt, params = make(momentum=0.9)
+    opt, params = make(momentum=0.9, root="newton")
     views = []
     for p, piece in zip(params, flat[offset:].split(sizes), strict=True):
         views.append(torch.nn.Parameter(piece.view(p.shape)))
         views[-1].data.copy_(p.detach())
-    other = lather.Shampoo(views, **GIVEN | {"momentum": 0.9})
+    other = lather.Shampoo(views, **GIVEN | {"momentum": 0.9, "root": "newton"})
     run(opt, params, 1, 2 * PERIOD + 2)
     run(other, views, 1, 2 * PERIOD + 2)
     torch.cuda.synchronize()
