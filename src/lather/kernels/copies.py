@@ -13,7 +13,7 @@ from .schema import CopyBox
 from .tiles import columns, width
 
 WIDTH = width(CopyBox)
-TARGET, SOURCE, FIRST_TILE, TILE_SHIFT, ALIGNED = columns(CopyBox, "target", "source", "first_tile", "tile_shift", "aligned")
+TARGET, SOURCE, FIRST_TILE, TILE_SHIFT = columns(CopyBox, "target", "source", "first_tile", "tile_shift")
 SECOND_SIZE, ROWS, COLUMNS = columns(CopyBox, "second_size", "rows", "columns")
 TARGET_OFFSET, TARGET_FIRST, TARGET_SECOND = columns(CopyBox, "target_offset", "target_first", "target_second")
 TARGET_ROW, TARGET_COLUMN = columns(CopyBox, "target_row", "target_column")
@@ -25,23 +25,15 @@ SOURCE_ROW, SOURCE_COLUMN = columns(CopyBox, "source_row", "source_column")
 def copy(tiles, boxes, addresses, TO: tl.constexpr, FROM: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
     """One tile of a box. ``tiles`` has the box of every tile, ``addresses`` where tensors start.
 
-    Nothing is written where the target's address is 0, and zeros where the source's is. If the box is aligned and both tensors
-    start at multiples of 16 bytes, elements are moved in vectors.
+    Zeros are written if the source's address is 0, and nothing if the target's is. All rows consist of whole vectors of
+    ``VECTOR`` elements. If these are more than one, they are next to each other and aligned.
+
+    Divisions are of scalars, once for a tile. Inside, rows and columns are bits of an index.
     """
     number = tl.program_id(0)
     box = boxes + tl.load(tiles + number).to(tl.int64) * WIDTH
     target, source = tl.load(addresses + tl.load(box + TARGET)), tl.load(addresses + tl.load(box + SOURCE))
-    if target != 0:
-        tile = number - tl.load(box + FIRST_TILE).to(tl.int32)
-        if (tl.load(box + ALIGNED) != 0) & (((target | source) & 15) == 0):
-            _copy(box, tile, target, source, TO, FROM, VECTOR, BLOCK)
-        else:
-            _copy(box, tile, target, source, TO, FROM, 1, BLOCK)
-
-
-@triton.jit
-def _copy(box, tile, target, source, TO: tl.constexpr, FROM: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
-    """Divisions are of scalars, once for a tile. Inside, rows and columns are bits of an index."""
+    tile = number - tl.load(box + FIRST_TILE).to(tl.int32)
     shift, index = tl.load(box + TILE_SHIFT).to(tl.int32), tl.arange(0, BLOCK)
     wide, high = 1 << shift, BLOCK >> shift
     rows, columns, second_size = tl.load(box + ROWS), tl.load(box + COLUMNS), tl.load(box + SECOND_SIZE).to(tl.int32)
@@ -54,14 +46,17 @@ def _copy(box, tile, target, source, TO: tl.constexpr, FROM: tl.constexpr, VECTO
     if VECTOR > 1:  # the compiler cannot see this from a table
         c, r = tl.max_contiguous(tl.multiple_of(c, VECTOR), VECTOR), tl.max_constancy(r, VECTOR)
         columns_left = tl.multiple_of(columns_left, VECTOR)
-    inside = (c < columns_left) & (r < rows_left)
+    inside = (c < columns_left) & (r < rows_left) & (target != 0)
     to = target.to(tl.pointer_type(TO)) + tl.load(box + TARGET_OFFSET)
     to += first * tl.load(box + TARGET_FIRST) + second * tl.load(box + TARGET_SECOND)
     to = _elements(to, row + r, column + c, tl.load(box + TARGET_ROW), tl.load(box + TARGET_COLUMN), VECTOR)
     at = source.to(tl.pointer_type(FROM)) + tl.load(box + SOURCE_OFFSET)
     at += first * tl.load(box + SOURCE_FIRST) + second * tl.load(box + SOURCE_SECOND)
     at = _elements(at, row + r, column + c, tl.load(box + SOURCE_ROW), tl.load(box + SOURCE_COLUMN), VECTOR)
-    tl.store(to, tl.load(at, inside & (source != 0), 0).to(TO), inside)
+    value = tl.load(at, inside & (source != 0), 0)
+    if FROM != TO:
+        value = value.to(tl.float32).to(TO)
+    tl.store(to, value, inside)
 
 
 @triton.jit

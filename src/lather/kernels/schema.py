@@ -74,7 +74,6 @@ class CopyBox(NamedTuple):
     source: int
     first_tile: int  # number of its first tile; the others follow
     tile_shift: int
-    aligned: int  # 1 if all rows are made of whole vectors in both tensors, provided that these are aligned
     second_size: int
     rows: int
     columns: int
