@@ -307,14 +307,14 @@ def _swap(trip: Trip, messages: Tensor, comm: Comm) -> Collective:
     assert trip.swap
     size = messages.element_size()
     out, into = ([n * size for n in splits] for splits in trip.swap)  # in bytes
-    source, target = trip.ordered if trip.chunks else trip.sent.start, trip.relay if trip.part else trip.received.start
-    sent, received = _bytes(messages, source, sum(trip.swap[0])), _bytes(messages, target, sum(trip.swap[1]))
+    sent = _bytes(messages, trip.swapped_from, sum(trip.swap[0]))
+    received = _bytes(messages, trip.swapped_to, sum(trip.swap[1]))
     return Collective(comm, partial(comm.exchange, received, sent, into, out))
 
 
 def _gather(trip: Trip, messages: Tensor, sharers: Comm) -> Collective:
-    source, target = trip.relay if trip.swap else trip.sent.start, trip.received.start
-    sent, received = _bytes(messages, source, trip.part), _bytes(messages, target, len(sharers.ranks) * trip.part)
+    sent = _bytes(messages, trip.gathered_from, trip.part)
+    received = _bytes(messages, trip.received.start, len(sharers.ranks) * trip.part)
     return Collective(sharers, partial(sharers.gather, received, sent))
 
 
