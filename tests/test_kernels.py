@@ -13,6 +13,8 @@ import lather
 from lather import roots
 from lather.compute import kernel_executor, slices
 from lather.roots import products, track
+from lather.storage.copies import KernelCopies
+from lather.storage.grids import Grid
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which there is for Linux")
 
@@ -20,7 +22,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @needs_triton
 def test_other_kernels_under_the_interpreter():
     """The executor's are in another file, so that another worker can run them."""
-    run_interpreted("test_products.py", "test_track.py", "test_travel.py")
+    run_interpreted("test_copies.py", "test_products.py", "test_track.py", "test_travel.py")
 
 
 def test_no_kernels_are_left_out():
@@ -41,12 +43,13 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lather.kernels import dense, step
+    from lather.kernels import copies, dense, step
 
     kinds = {
-        torch.float32: "*fp32", torch.float64: "*fp64", torch.float16: "*fp16", torch.int64: "*i64", torch.uint8: "*u8",
+        torch.float32: "*fp32", torch.float64: "*fp64", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32",
+        torch.uint8: "*u8",
     }  # fmt: skip
-    seen, loaded_ahead, small = set(), set(), gpu != 90  # elsewhere those that need memory are looked at only
+    seen, loaded_ahead, in_vectors, small = set(), set(), [], gpu != 90  # elsewhere those that need memory are looked at only
 
     def compile_only(self, *args, grid, warmup, **given):
         seen.add(self.__name__)
@@ -66,6 +69,7 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
         source = ASTSource(self, types, constexprs=fixed, attrs=hints)
         made = triton.compile(source, target=GPUTarget("cuda", gpu, 32), options=options)
         assert made.metadata.shared <= GPUS[gpu], self.__name__
+        in_vectors.extend(["ld.global.v4" in made.asm["ptx"] and "st.global.v4" in made.asm["ptx"]] if "VECTOR" in given else ())
         loaded_ahead.update({self.__name__} if "cp.async" in made.asm["ptx"] else ())
 
     rule, suits = roots.stages.__wrapped__, slices.suits
@@ -94,9 +98,14 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(track, "has_kernels", lambda device: True)
     for d in (256, 40, 33):  # with a last tile that is whole, of half the width, and of one column
         track.cholesky_qr(torch.ones(1, d, d), 1.0)
+    for own, other in ((torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.float32, torch.int8)):
+        flat, grids = torch.zeros(999, dtype=own), [Grid(0, 0, (0,), (512,)), Grid(0, 513, (0,), (1,))]
+        for into in (True, False)[: 2 if other.is_floating_point else 1]:
+            KernelCopies(grids, flat, [0], into_flat=into).run({0: torch.zeros(512, dtype=other)})
+    assert in_vectors == 5 * [True, False]
     assert seen == {
         name
-        for module in (dense, step)
+        for module in (copies, dense, step)
         for name, x in vars(module).items()
         if isinstance(x, triton.runtime.JITFunction) and x.__module__ == module.__name__ and name[0] != "_"
     }

@@ -16,7 +16,7 @@ from lather.compute.tables import Tables, running_totals
 from lather.kernels import schema
 from lather.kernels.schema import Alignment, FactorJob, SlotTable, TensorAddresses, ThinChunk, ThinFactor, Tile
 
-KERNELS = [Path(schema.__file__).with_name(f"{name}.py") for name in ("step", "dense", "tiles")]
+KERNELS = [Path(schema.__file__).with_name(f"{name}.py") for name in ("copies", "step", "dense", "tiles")]
 
 
 def addends(node):

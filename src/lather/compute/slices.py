@@ -21,6 +21,7 @@ from ..planning.blocks import Block
 from ..planning.plan import BankKey
 from ..roots import has_kernels
 from ..settings import Settings
+from ..storage.grids import join_dims
 from .bank import Bank
 
 SIDE, DEPTH = 128, 64  # side of a tile of a factor, and elements of its sum that are loaded at a time
@@ -68,13 +69,9 @@ def find_window(start: Sequence[int], shape: Sequence[int], strides: Sequence[in
     >>> find_window((4, 0), (2, 8), strides=(8, 1))
     Window(offset=32, sizes=(16,), strides=(1,))
     """
-    dims: list[tuple[int, int]] = []  # sizes and strides
-    for size, stride in zip(shape, strides, strict=True):
-        if size != 1:
-            outer = dims.pop()[0] if dims and dims[-1][1] == size * stride else 1
-            dims.append((outer * size, stride))
+    dims = join_dims(zip(shape, strides, strict=True)) or [(1, 1)]
     offset = sum(a * b for a, b in zip(start, strides, strict=True))
-    return Window(offset, *zip(*(dims or [(1, 1)]), strict=True)) if len(dims) <= 3 else None
+    return Window(offset, *zip(*dims, strict=True)) if len(dims) <= 3 else None
 
 
 # Which banks go together.

@@ -64,6 +64,31 @@ class Tile(NamedTuple):
     third_size: int  # of the block in halves
 
 
+class CopyBox(NamedTuple):
+    """A box that is copied from one tensor into another: ``[first, second, rows, columns]``, with strides in both.
+
+    Its tiles have ``2**tile_shift`` columns, and as many rows as make up a program's number of elements.
+    """
+
+    target: int  # index of the tensor's address
+    source: int
+    first_tile: int  # number of its first tile; the others follow
+    tile_shift: int
+    second_size: int
+    rows: int
+    columns: int
+    target_offset: int  # from the start of the tensor to the first element
+    target_first: int  # strides
+    target_second: int
+    target_row: int
+    target_column: int
+    source_offset: int
+    source_first: int
+    source_second: int
+    source_row: int
+    source_column: int
+
+
 class FactorJob(NamedTuple):
     """A tile of the lower triangle of a factor ``L``, which takes in ``G G^T`` or ``G^T G``."""
 
