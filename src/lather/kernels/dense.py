@@ -2,6 +2,7 @@
 
 Matrices in halves are stacks ``[n, 2, ld, ld]`` of high and low halves. ``ld`` is ``d`` rounded up to whole tiles, and
 everything outside the ``d`` rows and columns is zero. ``size`` is ``ld ld``, the distance between the two halves of a number.
+Polar factors take one number of 16 bits each: stacks ``[n, rows, columns]``, padded in the same way.
 """
 
 # mypy: ignore-errors
@@ -118,6 +119,71 @@ def symmetric(x, y, add, out, d, size, tiles, alpha, beta, diagonal, ADD: tl.con
         mirror = rj[:, None] * d + ri[None, :]
         tl.store(out + slot + mirror, high.T)
         tl.store(out + slot + size + mirror, rest.T)
+
+
+@triton.jit
+def gram16(
+    x, y, add, out, d, depth, row, step, size, tiles, alpha, beta, diagonal,
+    SAME: tl.constexpr, ADD: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """``alpha x y^T + beta add + diagonal I`` for stacks of 16-bit numbers whose products are symmetric, with float32 sums.
+
+    ``x`` and ``y`` are ``[n, d, depth]``: rows lie ``row`` elements apart, columns ``step``, and slots ``size``. ``d`` is a multiple
+    of SIDE and ``depth`` of DEPTH. ``add`` and ``out`` are ``[n, d, d]``. Only the tiles of the lower triangle are computed; the
+    others are mirror images. ``SAME``: ``y`` is ``x``, so that the product is symmetric to the bit.
+    """
+    slot = (tl.program_id(0) // tiles).to(tl.int64)
+    ti, tj = _lower(tl.program_id(0) % tiles)
+    ri, rj = ti * SIDE + tl.arange(0, SIDE), tj * SIDE + tl.arange(0, SIDE)
+    k = tl.arange(0, DEPTH)
+    at_x = x + slot * size + (ri[:, None] * row + k[None, :] * step)
+    at_y = y + slot * size + (rj[:, None] * row + k[None, :] * step)
+    total = tl.zeros([SIDE, SIDE], tl.float32)
+    for _ in range(0, depth, DEPTH):
+        total = tl.dot(tl.load(at_x), tl.load(at_y).T, total)
+        at_x += DEPTH * step
+        at_y += DEPTH * step
+    value = alpha * total
+    if not SAME:  # noqa: SIM102 (Triton evaluates both sides of `and`)
+        if ti == tj:
+            value = (value + value.T) / 2
+    slot = slot * d * d
+    at = ri[:, None] * d + rj[None, :]
+    if ADD:
+        value += beta * tl.load(add + slot + at).to(tl.float32)
+    value += tl.where(ri[:, None] == rj[None, :], diagonal, 0.0)
+    rounded = value.to(out.dtype.element_ty)
+    tl.store(out + slot + at, rounded)
+    if ti != tj:
+        tl.store(out + slot + (rj[:, None] * d + ri[None, :]), rounded.T)
+
+
+@triton.jit
+def squares_in_parts(x, out, numel, parts, BLOCK: tl.constexpr):
+    """``out[slot, part]``: the sum of squares over every ``parts``-th tile of ``x[n, numel]``, in float64, so that none vanishes."""
+    part, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(part * BLOCK, numel, parts * BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        value = tl.load(x + slot * numel + index, index < numel, 0.0).to(tl.float64)
+        total += value * value
+    tl.store(out + slot * parts + part, tl.sum(total))
+
+
+@triton.jit
+def halve(x, square, out, rows, columns, padded_rows, padded_columns, least, BLOCK: tl.constexpr):
+    """One row of ``x[n, rows, columns]`` over its slot's norm into 16-bit numbers, with zeros as padding.
+
+    ``square[n]`` is the square of the norm. A norm below ``least`` counts as ``least``. A slot of zeros stays one.
+    """
+    row, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    index = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    size = tl.sqrt(tl.load(square + slot))
+    size = tl.where(size < least, least, size)  # NaN stays
+    size = tl.where(size == 0, 1.0, size)
+    value = tl.load(x + (slot * rows + row) * columns + index, (index < columns) & (row < rows), 0.0)
+    value = (value.to(tl.float64) * (1.0 / size)).to(tl.float32)  # the inverse of a small norm is no float32
+    tl.store(out + (slot * padded_rows + row) * padded_columns + index, value.to(out.dtype.element_ty), index < padded_columns)
 
 
 @triton.jit

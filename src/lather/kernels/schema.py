@@ -114,7 +114,7 @@ class Corrections(NamedTuple):
 
     filter: Any
     moment: Any
-    factors: Any  # read by torch, not by kernels
+    factor: Any  # read by torch, not by kernels
 
 
 class TensorAddresses(NamedTuple):

@@ -4,6 +4,8 @@ On a GPU float32 products are slow, and TF32 loses what is below a thousandth of
 two halves of 16 bits, which hold 22 bits together. Tensor cores multiply them with float32 sums, in three products of halves.
 Only one triangle of the result is computed. On an H200 and for d = 1024 that takes a sixth of the time of float32. Entries
 must be within the range of a half, 6e-8 to 65504.
+
+Polar factors are used with few digits. Their products take one half for each number (:func:`unit_halves`, :func:`gram16`).
 """
 
 import importlib.util
@@ -17,6 +19,8 @@ from ..kernels.schema import CombineTerms
 from ..linalg import symmetrize
 
 ENOUGH = 160 << 10  # bytes of shared memory for three stages, which take 128 KiB on an A100 and 192 KiB on an H200
+DEPTH = 64  # elements of a sum that products load at a time
+PARTS = 256  # of a slot, whose squares are summed one by one
 
 
 def product(
@@ -119,6 +123,58 @@ def combine(x: Tensor, y: Tensor, terms: CombineTerms) -> tuple[Tensor, Tensor]:
     return first, second
 
 
+# One half for each number.
+
+
+def fits_halves(x: Tensor) -> bool:
+    """Whether products of one half each can be computed for this stack of matrices."""
+    n, rows, columns = x.shape
+    small = n < 1 << 16 and min(rows, columns) < (1 << 15) - 128 and rows * columns < 1 << 30  # kernels count in 32 bits
+    return x.dtype == torch.float32 and small and has_kernels(x.device)
+
+
+def unit_halves(x: Tensor, least: float) -> Tensor:
+    """Matrices [n, rows, columns] over their Frobenius norms, in halves, padded with zeros to whole tiles of :func:`gram16`
+    on the smaller side.
+
+    A norm below `least` counts as `least`. Zeros stay zeros, and what is not finite makes its slot not finite.
+    """
+    from ..kernels import dense
+
+    n, rows, columns = x.shape
+    numel, block, side = rows * columns, 4096, _side(min(rows, columns))
+    parts = min(PARTS, -(-numel // block))
+    squares = x.new_empty((n, parts), dtype=torch.float64)
+    dense.squares_in_parts[parts, n](x.contiguous(), squares, numel, parts, BLOCK=block, num_warps=8)
+    units = (DEPTH, side) if rows > columns else (side, DEPTH)
+    padded = [-(-d // unit) * unit for d, unit in zip((rows, columns), units, strict=True)]
+    out, block = x.new_empty((n, *padded), dtype=torch.float16), _block(padded[1])
+    grid = padded[0], n, -(-padded[1] // block)
+    dense.halve[grid](x.contiguous(), squares.sum(1), out, rows, columns, *padded, float(least), BLOCK=block)
+    return out
+
+
+def gram16(
+    x: Tensor, y: Tensor | None = None, alpha: float = 1.0, add: Tensor | None = None, beta: float = 0.0, diagonal: float = 0.0
+) -> Tensor:
+    """`alpha x y^T + beta add + diagonal I` [n, d, d] in halves, for `x` and `y` [n, d, k] with a symmetric product.
+
+    Sums are in float32. `y` is `x` by default. Both may be transposed views of the same kind. `d` and `k` are multiples of
+    tiles, as those of :func:`unit_halves`.
+    """
+    from ..kernels import dense
+
+    n, d, depth = x.shape
+    side, out = _side(d), x.new_empty((n, d, d))
+    tiles = d // side * (d // side + 1) // 2
+    size, row, step = x.stride()
+    dense.gram16[n * tiles,](
+        x, x if y is None else y, x if add is None else add, out, d, depth, row, step, size, tiles, alpha, beta, diagonal,
+        SAME=y is None, ADD=add is not None, SIDE=side, DEPTH=DEPTH, num_warps=8 if side == 128 else 4, num_stages=stages(x.device),
+    )  # fmt: skip
+    return out
+
+
 def _block(ld: int) -> int:
     return min(1024, 1 << (ld - 1).bit_length())
 
@@ -135,6 +191,6 @@ def _product_of_halves(x: Tensor, y: Tensor, alpha: float, add: Tensor | None, b
     tiles = d // side * (d // side + 1) // 2
     dense.symmetric[n * tiles,](
         x, y, x if add is None else add, out, d, d * d, tiles, alpha, beta, diagonal,
-        ADD=add is not None, SIDE=side, DEPTH=64, num_warps=8 if side == 128 else 4, num_stages=stages(x.device),
+        ADD=add is not None, SIDE=side, DEPTH=DEPTH, num_warps=8 if side == 128 else 4, num_stages=stages(x.device),
     )  # fmt: skip
     return out
