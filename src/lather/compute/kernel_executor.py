@@ -251,7 +251,7 @@ class KernelExecutor(Executor[Seen]):
             decay=rate.decay,
             momentum_keep=settings.momentum,
             momentum_take=1 - settings.dampening,
-            factor_correction=float(corrections.factors),
+            factor_correction=float(corrections.factor),
         )
 
     def _who_goes(self, job: Job) -> tuple[bool, ...]:
