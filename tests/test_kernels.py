@@ -21,7 +21,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @needs_triton
 def test_other_kernels_under_the_interpreter():
     """The executor's are in another file, so that another worker can run them."""
-    run_interpreted("test_products.py", "test_track.py", "test_travel.py")
+    run_interpreted("test_products.py", "test_polar.py", "test_track.py", "test_travel.py")
 
 
 def test_no_kernels_are_left_out():
@@ -90,7 +90,11 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     products.product(halves, halves, add=halves)
     products.frobenius(halves)
     products.decode(halves, one, 256)
-    assert {"gram", "symmetric"} <= loaded_ahead  # or what they take would say nothing
+    for shape in ((128, 256), (256, 128), (64, 64)):
+        single = products.unit_halves(torch.ones(1, *shape), 0.0)
+        products.gram16(single.mT if shape == (256, 128) else single)
+    products.gram16(single, single, 0.5, single, 0.5, 0.5)
+    assert {"gram", "symmetric", "gram16"} <= loaded_ahead  # or what they take would say nothing
     if small:
         return
     monkeypatch.setattr(track, "has_kernels", lambda device: True)

@@ -171,18 +171,12 @@ def squares_in_parts(x, out, numel, parts, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def halve(x, square, out, rows, columns, padded_rows, padded_columns, least, BLOCK: tl.constexpr):
-    """One row of ``x[n, rows, columns]`` over its slot's norm into 16-bit numbers, with zeros as padding.
-
-    ``square[n]`` is the square of the norm. A norm below ``least`` counts as ``least``. A slot of zeros stays one.
-    """
+def halve(x, scale, out, rows, columns, padded_rows, padded_columns, BLOCK: tl.constexpr):
+    """One row of ``scale[n]^2 x[n, rows, columns]`` into 16-bit numbers, with zeros as padding. The square may be no float32."""
     row, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
     index = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    size = tl.sqrt(tl.load(square + slot))
-    size = tl.where(size < least, least, size)  # NaN stays
-    size = tl.where(size == 0, 1.0, size)
-    value = tl.load(x + (slot * rows + row) * columns + index, (index < columns) & (row < rows), 0.0)
-    value = (value.to(tl.float64) * (1.0 / size)).to(tl.float32)  # the inverse of a small norm is no float32
+    factor = tl.load(scale + slot).to(tl.float32)
+    value = tl.load(x + (slot * rows + row) * columns + index, (index < columns) & (row < rows), 0.0) * factor * factor
     tl.store(out + (slot * padded_rows + row) * padded_columns + index, value.to(out.dtype.element_ty), index < padded_columns)
 
 

@@ -21,6 +21,7 @@ from ..linalg import symmetrize
 ENOUGH = 160 << 10  # bytes of shared memory for three stages, which take 128 KiB on an A100 and 192 KiB on an H200
 DEPTH = 64  # elements of a sum that products load at a time
 PARTS = 256  # of a slot, whose squares are summed one by one
+TINY = 1e-46  # less than any float32 but zero, and the root of its inverse is one
 
 
 def product(
@@ -149,8 +150,8 @@ def unit_halves(x: Tensor, least: float) -> Tensor:
     units = (DEPTH, side) if rows > columns else (side, DEPTH)
     padded = [-(-d // unit) * unit for d, unit in zip((rows, columns), units, strict=True)]
     out, block = x.new_empty((n, *padded), dtype=torch.float16), _block(padded[1])
-    grid = padded[0], n, -(-padded[1] // block)
-    dense.halve[grid](x.contiguous(), squares.sum(1), out, rows, columns, *padded, float(least), BLOCK=block)
+    scale = squares.sum(1).clamp_(min=max(least, TINY) ** 2).pow_(-0.25)  # the square root of the inverse of the norm
+    dense.halve[padded[0], n, -(-padded[1] // block)](x.contiguous(), scale, out, rows, columns, *padded, BLOCK=block)
     return out
 
 
