@@ -77,10 +77,14 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(slices, "suits", lambda device, *rest: suits("cuda", *rest))
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    models = (([(256, 128), (9,)], {"momentum": 0.5}), ([(8, 8, 3)], {"merge_dims": False}))
-    for shapes, options in models[: 1 if small else 2]:
+    models = (
+        ([(256, 128), (9,)], {"momentum": 0.5, "root": "eigh"}),
+        ([(8, 8, 3)], {"merge_dims": False, "root": "eigh"}),
+        ([(8, 16)], {"preconditioner": "spectral", "graft": None}),
+    )
+    for shapes, options in models[: 1 if small else 3]:
         params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
-        opt = lather.Shampoo(params, root="eigh", precondition_frequency=1, **options)
+        opt = lather.Shampoo(params, precondition_frequency=1, **options)
         for p in params:
             p.grad = torch.ones_like(p)
         opt.step()

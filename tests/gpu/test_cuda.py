@@ -85,7 +85,9 @@ def assert_agrees(opt, params, given, options, close):
 @pytest.mark.parametrize("options", [*CASES, *AVERAGED])
 def test_agrees_with_the_twin(options):
     opt, params, given = make(**options if "preconditioner" in options else options | {"root": "eigh"})
-    close = {"soap": 1e-3, "spectral": IN_HALVES}.get(options.get("preconditioner"), 1e-5)  # close eigenvalues have vague eigenvectors
+    close = {"soap": 1e-3, "spectral": IN_HALVES}.get(
+        options.get("preconditioner"), 1e-5
+    )  # close eigenvalues have vague eigenvectors
     assert_agrees(opt, params, given, options, close)
 
 

@@ -355,7 +355,12 @@ class KernelExecutor(Executor[Seen]):
 
         b, v, tables, flat = self._buffers, seen.variant, self._tables, self._memory["flat"]
         side_by_side(
-            [partial(self._apply, seen, i, part, slots) for i, part in self._costly_first() if goes[i] for slots in self._parts(part.n)]
+            [
+                partial(self._apply, seen, i, part, slots)
+                for i, part in self._costly_first()
+                if goes[i]
+                for slots in self._parts(part.n)
+            ]
         )
         if any(goes) and v.graft:
             tables.launch(kernels.size_of_directions, {"flat": flat}, tables.tile_sums)
@@ -387,7 +392,7 @@ class KernelExecutor(Executor[Seen]):
         self.method.apply(state, u, ctx, self._stack("flat", i)[slots])
 
     def _parts(self, n: int) -> list[slice]:
-        """Slots that are computed together. Parts of a stack run side by side in a graph, so none waits for another's last tiles."""
+        """Slots that are computed together. Parts of a stack are branches of a graph: none waits for the last tiles of another."""
         in_parts = self.method is not None and self.method.in_parts and self._graphs is not None
         size = -(-n // max(1, BRANCHES // len(self.slices))) if in_parts else n
         return [slice(start, min(start + size, n)) for start in range(0, n, size)]

@@ -128,9 +128,9 @@ def gram16(
 ):  # fmt: skip
     """``alpha x y^T + beta add + diagonal I`` for stacks of 16-bit numbers whose products are symmetric, with float32 sums.
 
-    ``x`` and ``y`` are ``[n, d, depth]``: rows lie ``row`` elements apart, columns ``step``, and slots ``size``. ``d`` is a multiple
-    of SIDE and ``depth`` of DEPTH. ``add`` and ``out`` are ``[n, d, d]``. Only the tiles of the lower triangle are computed; the
-    others are mirror images. ``SAME``: ``y`` is ``x``, so that the product is symmetric to the bit.
+    ``x`` and ``y`` are ``[n, d, depth]``: rows lie ``row`` elements apart, columns ``step``, and slots ``size``. ``d`` is a
+    multiple of SIDE and ``depth`` of DEPTH. ``add`` and ``out`` are ``[n, d, d]``. Only the tiles of the lower triangle are
+    computed; the others are mirror images. ``SAME``: ``y`` is ``x``, so that the product is symmetric to the bit.
     """
     slot = (tl.program_id(0) // tiles).to(tl.int64)
     ti, tj = _lower(tl.program_id(0) % tiles)
@@ -160,7 +160,7 @@ def gram16(
 
 @triton.jit
 def squares_in_parts(x, out, numel, parts, BLOCK: tl.constexpr):
-    """``out[slot, part]``: the sum of squares over every ``parts``-th tile of ``x[n, numel]``, in float64, so that none vanishes."""
+    """``out[slot, part]``: the sum of squares over every ``parts``-th tile of ``x[n, numel]``, in float64, so none vanishes."""
     part, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
     total = tl.zeros([BLOCK], tl.float64)
     for start in range(part * BLOCK, numel, parts * BLOCK):

@@ -28,9 +28,9 @@ class Polar(ABC):
     """A frozen dataclass whose fields are its options. Calling it computes polar factors.
 
     The call takes a stack `g` [n, rows, columns] in float32 or float64 and returns one in that dtype, times `scale`, in `out` if
-    that is given. A Frobenius norm below `eps` counts as `eps`; above it, the scale of a slot does not matter. A singular value of
-    zero stays zero. A slot that is not finite gives a result that is not finite, and does not affect the others. On one CPU thread a
-    slot gets the same bits in every stack.
+    that is given. A Frobenius norm below `eps` counts as `eps`; above it, the scale of a slot does not matter. A singular value
+    of zero stays zero. A slot that is not finite gives a result that is not finite, and does not affect the others. On one CPU
+    thread a slot gets the same bits in every stack.
     """
 
     name: ClassVar[str]
