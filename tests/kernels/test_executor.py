@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -438,6 +439,24 @@ def test_parts_of_stacks_run_side_by_side(monkeypatch):
         others = parameters([(8, 16)] * n)
         run(others, 1, 3, [(8, 16)] * n, **UNGRAFTED)
         assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
+
+
+@pytest.mark.parametrize(
+    "changed", [{"polar": "polar_express"}, {"polar_scale": "original"}, {"bias_correction": False}, {"lr": 0.1}], ids=str
+)
+def test_what_graphs_hold_is_in_their_keys(changed):
+    """Or an option would change nothing once a graph is replayed."""
+    params, keys = parameters([(8, 16)]), set()
+    opt = lather.Shampoo(params, **GIVEN | UNGRAFTED)
+    for step in (1, 2):
+        take(opt, params, gradients(step, [(8, 16)]))
+        (executor,) = by_kernels(opt)
+        executor._graphs = SimpleNamespace(run=lambda key, launch: keys.add(key[1]) or launch())
+    assert len(keys) == 2  # what comes in, and what goes out
+    opt.param_groups[0].update(changed)
+    take(opt, params, gradients(3, [(8, 16)]))
+    assert by_kernels(opt) == [executor]
+    assert len(keys) == (2 if "lr" in changed else 4)
 
 
 def test_what_graphs_cannot_hold_is_launched(monkeypatch):

@@ -228,7 +228,7 @@ class KernelExecutor(Executor[Seen]):
             grad=sources.dtype,
             param=sources.params[0].dtype if sources.params else torch.float32,
             root=hyper.root_dtype,
-            numbers=(hyper.beta2, hyper.eps) if self._torch_takes_in else (hyper.polar, hyper.polar_scale),
+            numbers=(hyper.beta2, hyper.eps) if self._torch_takes_in else (hyper.polar, hyper.polar_scale, hyper.bias_correction),
         )
 
     def _numbers(self, job: Job, corrections: Corrections) -> Numbers:
