@@ -22,7 +22,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @needs_triton
 def test_other_kernels_under_the_interpreter():
     """The executor's are in another file, so that another worker can run them."""
-    run_interpreted("test_copies.py", "test_products.py", "test_track.py", "test_travel.py")
+    run_interpreted("test_copies.py", "test_products.py", "test_polar.py", "test_track.py", "test_travel.py")
 
 
 def test_no_kernels_are_left_out():
@@ -80,10 +80,14 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(slices, "suits", lambda device, *rest: suits("cuda", *rest))
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    models = (([(256, 128), (9,)], {"momentum": 0.5}), ([(8, 8, 3)], {"merge_dims": False}))
-    for shapes, options in models[: 1 if small else 2]:
+    models = (
+        ([(256, 128), (9,)], {"momentum": 0.5, "root": "eigh"}),
+        ([(8, 8, 3)], {"merge_dims": False, "root": "eigh"}),
+        ([(8, 16)], {"preconditioner": "spectral", "graft": None}),
+    )
+    for shapes, options in models[: 1 if small else 3]:
         params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
-        opt = lather.Shampoo(params, root="eigh", precondition_frequency=1, **options)
+        opt = lather.Shampoo(params, precondition_frequency=1, **options)
         for p in params:
             p.grad = torch.ones_like(p)
         opt.step()
@@ -92,6 +96,10 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     halves = products.product(r, m, add=m, beta=0.5)
     products.residual(halves, x, starts, 2)
     products.decode(halves, one, 256)
+    for shape in ((128, 256), (256, 128), (64, 64)):
+        single = products.unit_halves(torch.ones(1, *shape), 0.0)
+        products.symmetric(single.mT if shape == (256, 128) else single)
+    products.symmetric(single, single, 0.5, single, 0.5, 0.5)
     assert {"gram", "symmetric"} <= loaded_ahead  # or what they take would say nothing
     if small:
         return

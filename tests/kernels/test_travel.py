@@ -57,14 +57,16 @@ def pool():
     pool.close()
 
 
-@pytest.mark.parametrize(("sharded", "method"), [(False, "shampoo"), (True, "shampoo"), (True, "kl")])
+@pytest.mark.parametrize(("sharded", "method"), [(False, "shampoo"), (True, "shampoo"), (True, "kl"), (True, "spectral")])
 def test_ranks_agree_with_the_twin(sharded, method, pool):
     twin = Reference(drawn(0), preconditioner=method, **GIVEN)
     for step in range(1, 1 + STEPS):
         twin.step([None if step == 2 and grad.dim() == 1 else grad for grad in drawn(step)])
     for params in pool.run(train, sharded, method):
         for p, q in zip(params, twin.params, strict=True):
-            assert torch.linalg.vector_norm(p.double() - q) <= 1e-6 * torch.linalg.vector_norm(q)
+            assert torch.linalg.vector_norm(p.double() - q) <= (1e-5 if method == "spectral" else 1e-6) * torch.linalg.vector_norm(
+                q
+            )
 
 
 def launches(n, wire):

@@ -1,7 +1,7 @@
 """Triton kernels for roots: products of symmetric matrices in halves, and small Choleskys. Importing this needs Triton.
 
-Matrices in halves are stacks ``[n, ld, ld]`` of 16-bit floats. ``ld`` is ``d`` rounded up to whole tiles, and everything outside
-the ``d`` rows and columns is zero. ``size`` is ``ld ld``.
+Matrices in halves are stacks of 16-bit floats, ``[n, ld, ld]`` for roots and ``[n, rows, columns]`` for polar factors. Sides are
+rounded up to whole tiles, and everything outside the ``d`` rows and columns is zero. ``size`` is the distance between two slots.
 """
 
 # mypy: ignore-errors
@@ -149,36 +149,64 @@ def _lower(tile):
 
 @triton.jit
 def symmetric(
-    x, y, add, out, sums, ld, size, tiles, alpha, beta,
-    ADD: tl.constexpr, SUMS: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
+    x, y, add, out, sums, d, depth, row, step, size, tiles, alpha, beta, diagonal,
+    SAME: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """``alpha x y + beta add`` for commuting symmetric stacks in halves. ``SUMS``: also the sum of its squares, for every tile.
+    """``alpha x y^T + beta add + diagonal I`` for stacks in halves whose products are symmetric, with float32 sums.
 
-    Only the tiles of the lower triangle are computed; the others are mirror images.
+    ``x`` and ``y`` are ``[n, d, depth]``: rows lie ``row`` elements apart, columns ``step``, and slots ``size``. ``d`` is a
+    multiple of SIDE and ``depth`` of DEPTH. ``add`` and ``out`` are ``[n, d, d]``. Only the tiles of the lower triangle are
+    computed; the others are mirror images. ``SAME``: ``y`` is ``x``, so that the product is symmetric to the bit. ``SUMS``: also
+    the sum of squares of the result, for every tile.
     """
-    slot = (tl.program_id(0) // tiles).to(tl.int64) * size
+    slot = (tl.program_id(0) // tiles).to(tl.int64)
     ti, tj = _lower(tl.program_id(0) % tiles)
     ri, rj = ti * SIDE + tl.arange(0, SIDE), tj * SIDE + tl.arange(0, SIDE)
     k = tl.arange(0, DEPTH)
-    at_x = x + slot + ri[:, None] * ld + k[None, :]
-    at_y = y + slot + rj[:, None] * ld + k[None, :]
+    at_x = x + slot * size + (ri[:, None] * row + k[None, :] * step)
+    at_y = y + slot * size + (rj[:, None] * row + k[None, :] * step)
     value = tl.zeros([SIDE, SIDE], tl.float32)
-    for _ in range(0, ld, DEPTH):
+    for _ in range(0, depth, DEPTH):
         value = tl.dot(tl.load(at_x), tl.load(at_y).T, value)
-        at_x += DEPTH
-        at_y += DEPTH
+        at_x += DEPTH * step
+        at_y += DEPTH * step
     value *= alpha
-    if ti == tj:
-        value = (value + value.T) / 2
-    at = ri[:, None] * ld + rj[None, :]
+    if not SAME:  # noqa: SIM102 (Triton evaluates both sides of `and`)
+        if ti == tj:
+            value = (value + value.T) / 2
+    slot = slot * d * d
+    at = ri[:, None] * d + rj[None, :]
     if ADD:
         value += beta * tl.load(add + slot + at).to(tl.float32)
+    value += tl.where(ri[:, None] == rj[None, :], diagonal, 0.0)
     if SUMS:
         tl.store(sums + tl.program_id(0), tl.where(ti == tj, 1.0, 2.0) * tl.sum(value * value))
-    half = value.to(tl.float16)
+    half = value.to(out.dtype.element_ty)
     tl.store(out + slot + at, half)
     if ti != tj:
-        tl.store(out + slot + rj[:, None] * ld + ri[None, :], half.T)
+        tl.store(out + slot + (rj[:, None] * d + ri[None, :]), half.T)
+
+
+@triton.jit
+def squares_in_parts(x, out, numel, parts, BLOCK: tl.constexpr):
+    """``out[slot, part]``: the sum of squares over every ``parts``-th tile of ``x[n, numel]``, in float64, so none vanishes."""
+    part, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(part * BLOCK, numel, parts * BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        value = tl.load(x + slot * numel + index, index < numel, 0.0).to(tl.float64)
+        total += value * value
+    tl.store(out + slot * parts + part, tl.sum(total))
+
+
+@triton.jit
+def halve(x, scale, out, rows, columns, padded_rows, padded_columns, BLOCK: tl.constexpr):
+    """One row of ``scale[n]^2 x[n, rows, columns]`` into 16-bit numbers, with zeros as padding. The square may be no float32."""
+    row, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    index = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    factor = tl.load(scale + slot).to(tl.float32)
+    value = tl.load(x + (slot * rows + row) * columns + index, (index < columns) & (row < rows), 0.0) * factor * factor
+    tl.store(out + (slot * padded_rows + row) * padded_columns + index, value.to(out.dtype.element_ty), index < padded_columns)
 
 
 @triton.jit

@@ -151,7 +151,7 @@ class Corrections(NamedTuple):
 
     filter: Any
     moment: Any
-    factors: Any  # read by torch, not by kernels
+    factor: Any  # read by torch, not by kernels
 
 
 class TensorAddresses(NamedTuple):

@@ -110,7 +110,6 @@ class Kronecker(Method):
         return root[:, 0] > 0 if root.dim() == 2 else root[:, 0, 0] > 0
 
     def apply(self, state: State, u: Tensor, ctx: Context, out: Tensor | None = None) -> Tensor:
-        """As every transform's; into ``out`` if that is given."""
         order = u.dim() - 1
         if self.exponent(ctx.hyper, order) == 0:
             return u if out is None else out.copy_(u)
