@@ -120,7 +120,8 @@ def test_a_step_does_not_make_the_host_wait(monkeypatch):
 def test_directions_travel_while_the_next_stage_is_computed(monkeypatch, tmp_path):
     """In a trace: what NCCL copies runs beside kernels. NCCL's stream is the one that has no kernels."""
     monkeypatch.setattr("lather.planning.plan._transport", gathered)
-    params = [torch.nn.Parameter(torch.randn(1024, 1024, device="cuda")) for _ in range(16)]
+    # 64 MiB in each stage, which takes the device longer than the host needs to launch the next.
+    params = [torch.nn.Parameter(torch.randn(4096, 1024, device="cuda")) for _ in range(16)]
     opt = lather.Shampoo(params, stages=4, precondition_frequency=100, refresh_warmup=0.0)
     for _ in range(4):
         take(opt, params, may_wait=True)
