@@ -1,5 +1,7 @@
 """One CPU thread, one seed per test, and hypothesis without clocks or luck."""
 
+import gc
+
 import pytest
 import torch
 from hypothesis import settings
@@ -15,6 +17,13 @@ settings.load_profile("lather")
 def _seed() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _freeze() -> None:
+    """What files before have imported and made need not be searched for garbage again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 LONG = ("tests/conformance/test_twin.py", "tests/distributed/test_equal.py", "tests/distributed/test_checkpoint.py")
