@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# The tests start many processes that import torch. Each would compile it again, because the installation does not.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test test-scripts docs dist coverage bench results endurance clean
 
 setup: .venv/.installed

@@ -1,5 +1,7 @@
 """One CPU thread, one seed per test, and hypothesis without clocks or luck."""
 
+import gc
+
 import pytest
 import torch
 from hypothesis import settings
@@ -17,10 +19,18 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-LONG = ("tests/conformance/test_twin.py", "tests/distributed/test_equal.py", "tests/distributed/test_checkpoint.py")
-LONG += ("tests/test_kernels_executor.py", "tests/clients/test_trainers.py", "tests/conformance/test_properties.py")
-LONG += ("tests/test_kernels.py", "tests/test_examples.py", "tests/distributed/test_edges.py", "tests/distributed/test_ranks.py")
-LONG += ("tests/contract/test_checkpoint.py", "tests/endurance/test_fuzz.py")
+@pytest.fixture(scope="module", autouse=True)
+def _freeze() -> None:
+    """What files before have imported and made need not be searched for garbage again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+LONG = ("tests/test_examples.py", "tests/test_kernels.py", "tests/distributed/test_equal.py", "tests/conformance/test_twin.py")
+LONG += ("tests/distributed/test_checkpoint.py", "tests/clients/test_trainers.py", "tests/test_kernels_executor.py")
+LONG += ("tests/conformance/test_properties.py", "tests/contract/test_torch.py", "tests/distributed/test_mixtures.py")
+LONG += ("tests/contract/test_checkpoint.py", "tests/report/test_tune.py", "tests/test_docs.py", "tests/distributed/test_ranks.py")
+LONG += ("tests/distributed/test_edges.py", "tests/methods/test_soap.py", "tests/test_demo.py", "tests/test_architecture.py")
 LONG += ("tests/scripts/test_benchmarks.py", "tests/scripts/test_experiments.py")
 
 

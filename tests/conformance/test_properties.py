@@ -105,7 +105,7 @@ def in_turns(shapes: Sequence[Shape], number: int) -> pytest.MarkDecorator:
     )
 
 
-@in_turns(SHAPES, 2)
+@in_turns(SHAPES, 1)
 def test_a_stack_of_n_is_n_stacks_of_one(shape: Shape, options: Options) -> None:
     start, grads = tensors([shape] * 3), gradients([shape] * 3, 7, keep=0.75)
     together = train(start, grads, options)
@@ -122,7 +122,7 @@ def test_a_slot_is_rounded_the_same_way_in_every_place(shape: Shape, options: Op
 @every_variant
 def test_the_order_of_parameters_does_not_matter(options: Options) -> None:
     shapes = [*SHAPES, (7, 5), (5, 5)]
-    start, grads = tensors(shapes), gradients(shapes, 7, keep=0.9)
+    start, grads = tensors(shapes), gradients(shapes, 5, keep=0.9)
     order = [5, 2, 4, 0, 3, 1]
     straight = train(start, grads, options)
     shuffled = train([start[i] for i in order], [[row[i] for i in order] for row in grads], options)
@@ -227,11 +227,14 @@ def _inside_another(x: Tensor) -> Tensor:
 LAYOUTS: list[Callable[[Tensor], Tensor]] = [_channels_last, _reversed_strides, _inside_another]
 
 
+ORDERED = [*LAYOUTS, torch.clone]
+
+
 @pytest.mark.parametrize(
     ("variant", "of_parameter", "of_gradient"),
     [
-        *(("sgd", *pair) for pair in itertools.product([*LAYOUTS, torch.clone], repeat=2)),
-        *(("stacked", layout, other) for layout, other in zip(LAYOUTS, [*LAYOUTS[1:], LAYOUTS[0]], strict=True)),
+        *(("sgd", ORDERED[i], ORDERED[(i + j) % 4]) for i in range(4) for j in (0, 1)),
+        *(("stacked", ORDERED[i], ORDERED[(i + 2) % 4]) for i in range(4)),
     ],
 )
 def test_memory_layouts(variant: str, of_parameter: Any, of_gradient: Any) -> None:
@@ -314,7 +317,7 @@ def test_never_preconditioned_is_torch(
     opt, params = build(start, {"lr": 0.02} | ours | never)
     others = [torch.nn.Parameter(x.clone()) for x in start]
     reference = cls(others, lr=0.02, **theirs)
-    for t in range(20):
+    for t in range(12):
         for p in itertools.chain(params, others):  # of a loss that depends on p, so that errors in either feed back
             p.grad = (p.detach() + 0.1 * t).sin() + 0.3 * p.detach()
         opt.step()

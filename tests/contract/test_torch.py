@@ -1054,11 +1054,10 @@ def test_numpy_numbers_become_plain() -> None:
 
 def test_an_embedding_whose_rows_were_hardly_seen() -> None:
     """LAPACK fails on some of these factors; the solver has to get over it."""
-    torch.manual_seed(1)
-    embedding = nn.Embedding(1000, 8)
+    embedding = nn.Embedding(500, 8)
     opt = lather.Shampoo(embedding.named_parameters(), precondition_frequency=2, max_failed_refreshes=0)
     for _ in range(8):
         opt.zero_grad()
-        embedding(torch.randint(1000, (8,))).square().sum().backward()
+        embedding(torch.randint(500, (8,))).square().sum().backward()
         opt.step()
     assert not opt.health()

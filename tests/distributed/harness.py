@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 PRELOAD = [
+    "pytest",
     "torch._dynamo",  # which every optimizer imports
     "lather",
     "torch.distributed.checkpoint.state_dict",

@@ -13,7 +13,7 @@ from .harness import Pools
 from .test_equal import CASES
 
 ROWS = [("ddp3", "today")]
-ROWS += [(layout, "everything") for layout in ("ddp3", "fsdp2", "hsdp22", "tp1x2", "mixed4")]
+ROWS += [(layout, "everything") for layout in ("fsdp2", "hsdp22", "mixed4")]
 ROWS += [("hsdp22", "nan"), ("mixed4", "schedule free"), ("tp1x2", "delayed"), ("ddp3", "delayed"), ("fsdp2", "soap")]
 
 

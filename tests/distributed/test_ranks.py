@@ -84,8 +84,8 @@ places = pytest.mark.parametrize(("layout", "options"), PLACES, ids=["ddp", "fsd
 
 
 APART = ["lr", "eps", "momentum", "communication_dtype", "graft", "add", "load"]
-# Each in every place, with either answer in turns.
-TURNS = [(what, (i + j) % 2 == 1, *place) for i, what in enumerate(APART) for j, place in enumerate(PLACES)]
+# Each in three places, with either answer in turns.
+TURNS = [(what, i % 2 == j % 2, *PLACES[(i + j) % 5]) for i, what in enumerate(APART) for j in range(3)]
 
 
 @pytest.mark.parametrize(("what", "late", "layout", "options"), TURNS)

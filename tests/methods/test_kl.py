@@ -56,8 +56,9 @@ OPTIONS: dict[str, Options] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    ("options", "dtype"), [(OPTIONS[name], DTYPES[i % 2]) for i, name in enumerate(OPTIONS)] + [({}, torch.float64)], ids=str
+)
 def test_relative_damping_does_not_see_the_scale_of_gradients(options: Options, dtype: torch.dtype) -> None:
     """Factors grow in proportion to gradients, from the first step on."""
     grads = gradients(14, dtype)
@@ -106,8 +107,7 @@ def test_factors_begin_at_the_size_of_gradients(size: float) -> None:
         torch.testing.assert_close(opt.state[p][f"L{i}.0"].trace(), 0.25 * d * rms)
 
 
-AT_FIRST = [("by default", 1, 1.0), ("by default", 9, 1e-6), ("by default", 40, 1e6)]
-AT_FIRST += [("late", 9, 1e6), ("delayed", 1, 1e-6), ("delayed", 9, 1.0)]
+AT_FIRST = [("by default", 1, 1.0), ("by default", 40, 1e6), ("late", 9, 1e6), ("delayed", 9, 1e-6)]
 
 
 @pytest.mark.parametrize(("schedule", "zeros", "size"), AT_FIRST)
@@ -118,7 +118,7 @@ def test_zero_gradients_at_first_are_as_if_they_had_not_been(schedule: str, zero
     params, adam = parameters(dtype), parameters(dtype)
     opt = lather.Shampoo(params, **KL | options)
     other = lather.Shampoo(adam, lr=0.05, graft_eps=1e-30, preconditioner=None, beta3=0.95**2)
-    nothing, grads = [[torch.zeros_like(p) for p in params]] * zeros, [[size * g for g in row] for row in gradients(100, dtype)]
+    nothing, grads = [[torch.zeros_like(p) for p in params]] * zeros, [[size * g for g in row] for row in gradients(70, dtype)]
     for run, own in ((opt, params), (other, adam)):
         advance(run, own, nothing)
     assert all(torch.equal(p, q.detach()) for p, q in zip(params, parameters(dtype), strict=True))

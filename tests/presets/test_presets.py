@@ -55,7 +55,7 @@ def torchs(make: Make) -> Options:
     return {"betas": TORCH_BETAS} if make in (lather.from_adam, lather.from_adamw, lather.low_memory) else {}
 
 
-def train(opt: optim.Optimizer, steps: int = 25, schedule: Any = None) -> None:
+def train(opt: optim.Optimizer, steps: int = 15, schedule: Any = None) -> None:
     """On a loss that depends on parameter and step, so that every difference feeds back."""
     for t in range(steps):
         for p in (p for group in opt.param_groups for p in group["params"]):

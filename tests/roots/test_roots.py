@@ -110,9 +110,9 @@ def bound(solver: RootSolver, kappa: float, dtype: torch.dtype) -> float:
 @each_solver
 @pytest.mark.parametrize(("condition", "dtype"), [*((c, torch.float32) for c in (1, 1e5, 1e8)), (1e8, torch.float64)])
 def test_error_against_float64(solver, condition, dtype):
-    for d in SIZES:
+    for i, d in enumerate(SIZES):
         a = factors(d, condition, 2, dtype=dtype)
-        for e in EXPONENTS:
+        for e in EXPONENTS[i % 2 :: 2]:
             if not supports(solver, e):
                 continue
             root = follow(solver, a, e)
