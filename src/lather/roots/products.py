@@ -6,13 +6,13 @@ Only one triangle of the result is computed. On an H200 and for d = 1024 that ta
 must be within the range of a half, 6e-8 to 65504.
 """
 
-import importlib.util
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from .. import linalg
+from ..kernels import has_kernels
 from ..kernels.schema import CombineTerms
 from ..linalg import symmetrize
 
@@ -47,19 +47,6 @@ def times_power(x: Tensor, p: int, y: Tensor) -> Tensor:
 def product_count(p: int) -> int:
     """Products in `times_power(x, p, y)`, which are as few as by repeated squaring."""
     return p.bit_length() + p.bit_count() - 1
-
-
-def has_kernels(device: torch.device) -> bool:
-    """Whether our kernels run: they need Triton and an NVIDIA GPU, Ampere or later. A GPU that is not in use counts as one."""
-    if device.type != "cuda" or torch.version.hip or not _has_triton():
-        return False
-    used = torch.cuda.is_initialized() and (device.index or 0) < torch.cuda.device_count()  # type: ignore[no-untyped-call]
-    return not used or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-@lru_cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 @lru_cache
