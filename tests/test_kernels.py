@@ -10,7 +10,7 @@ import torch
 from interpreted import ROOT, run_interpreted
 
 import lather
-from lather import roots
+from lather import linalg, roots
 from lather.compute import kernel_executor, slices
 from lather.kernels.schema import CombineTerms
 from lather.roots import products, track
@@ -21,7 +21,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @needs_triton
 def test_other_kernels_under_the_interpreter():
     """The executor's are in another file, so that another worker can run them."""
-    run_interpreted("test_products.py", "test_track.py", "test_travel.py")
+    run_interpreted("test_packed.py", "test_products.py", "test_track.py", "test_travel.py")
 
 
 def test_no_kernels_are_left_out():
@@ -42,10 +42,11 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lather.kernels import dense, step
+    from lather.kernels import dense, packed, step
 
     kinds = {
         torch.float32: "*fp32", torch.float64: "*fp64", torch.float16: "*fp16", torch.int64: "*i64", torch.uint8: "*u8",
+        torch.bfloat16: "*bf16",
     }  # fmt: skip
     seen, loaded_ahead, small = set(), set(), gpu != 90  # elsewhere those that need memory are looked at only
 
@@ -77,8 +78,12 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(slices, "suits", lambda device, *rest: suits("cuda", *rest))
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    models = (([(256, 128), (9,)], {"momentum": 0.5}), ([(8, 8, 3)], {"merge_dims": False}))
-    for shapes, options in models[: 1 if small else 2]:
+    models = (
+        ([(256, 128), (9,)], {"momentum": 0.5}),
+        ([(8, 8, 3)], {"merge_dims": False}),
+        ([(256, 128)], {"factors": "packed", "filter_dtype": "bfloat16"}),
+    )
+    for shapes, options in models[: 1 if small else 3]:
         params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
         opt = lather.Shampoo(params, root="eigh", precondition_frequency=1, **options)
         for p in params:
@@ -93,12 +98,15 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     assert {"gram", "symmetric"} <= loaded_ahead  # or what they take would say nothing
     if small:
         return
+    monkeypatch.setattr(linalg, "has_kernels", lambda device: True)
+    for dtype, d in ((torch.float32, 256), (torch.bfloat16, 33)):
+        linalg.unpack(linalg.pack(torch.ones(1, d, d)).to(dtype), torch.float32)
     monkeypatch.setattr(track, "has_kernels", lambda device: True)
     for d in (256, 40, 33):  # with a last tile that is whole, of half the width, and of one column
         track.cholesky_qr(torch.ones(1, d, d), 1.0)
     assert seen == {
         name
-        for module in (dense, step)
+        for module in (dense, packed, step)
         for name, x in vars(module).items()
         if isinstance(x, triton.runtime.JITFunction) and x.__module__ == module.__name__ and name[0] != "_"
     }

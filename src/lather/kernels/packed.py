@@ -41,14 +41,14 @@ def unpack(triangles, matrices, d, EVEN: tl.constexpr, SIDE: tl.constexpr):
     """The symmetric ``matrices [n, d, d]`` with these lower triangles, in their own dtype. Every triangle is read once."""
     if tl.program_id(2) <= tl.program_id(1):
         slot, rows, columns, d = _tile(d, EVEN, SIDE)
-        at, inside = _in_triangle(triangles, slot, rows, columns, d)
-        value = tl.load(at, inside, 0.0).to(matrices.dtype.element_ty)
+        source, lower = _in_triangle(triangles, slot, rows, columns, d)
+        value = tl.load(source, lower, 0.0).to(matrices.dtype.element_ty)
         mirror = value.T
         if tl.program_id(1) == tl.program_id(2):
             value = tl.where(columns[None, :] <= rows[:, None], value, mirror)
         else:
-            at, inside = _in_matrix(matrices, slot, columns, rows, d, EVEN)
-            tl.store(at, mirror, inside)
+            across, inside = _in_matrix(matrices, slot, columns, rows, d, EVEN)
+            tl.store(across, mirror, inside)
         at, inside = _in_matrix(matrices, slot, rows, columns, d, EVEN)
         tl.store(at, value, inside)
 
@@ -58,7 +58,7 @@ def pack(matrices, triangles, d, EVEN: tl.constexpr, SIDE: tl.constexpr):
     """The lower ``triangles`` of ``matrices [n, d, d]``, in their own dtype."""
     if tl.program_id(2) <= tl.program_id(1):
         slot, rows, columns, d = _tile(d, EVEN, SIDE)
-        at, inside = _in_matrix(matrices, slot, rows, columns, d, EVEN)
-        value = tl.load(at, inside, 0.0)
-        at, inside = _in_triangle(triangles, slot, rows, columns, d)
-        tl.store(at, value.to(triangles.dtype.element_ty), inside)
+        source, inside = _in_matrix(matrices, slot, rows, columns, d, EVEN)
+        value = tl.load(source, inside, 0.0)
+        at, lower = _in_triangle(triangles, slot, rows, columns, d)
+        tl.store(at, value.to(triangles.dtype.element_ty), lower)
