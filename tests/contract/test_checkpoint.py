@@ -97,6 +97,7 @@ CASES: list[dict[str, Any]] = [
     {"state_dtype": torch.float64, "root": lather.Qr(iterations=2), "batch_dims": 0},
     {"factors": "packed", "large_dim": "diagonal", "refresh": "staggered"},
     {"root_dtype": "bfloat16", "momentum": 0.9},
+    {"root_dtype": "bfloat16", "filter_dtype": "bfloat16", "factors": "packed", "graft": "constant"},
     {"refresh_delay": 2},
     {"refresh_warmup": 0.1},
     {"refresh_warmup": 0.2, "exponent": None, "damping": "absolute", "beta3": None},
@@ -136,7 +137,8 @@ def test_resume(options: dict[str, Any], dtype: torch.dtype, k: int) -> None:
     kept = group["root_dtype"] or group["state_dtype"]
     for state in fresh.state.values():
         for key, v in state.items():
-            wanted = getattr(torch, kept if key[0] == "X" else group["state_dtype"])
+            own = {"X": kept, "m": group["filter_dtype"] or group["state_dtype"]} if "." in key else {}
+            wanted = getattr(torch, own.get(key[0], group["state_dtype"]))
             if key in ("x", "y", "z"):  # never of fewer bits than the parameter
                 wanted = torch.promote_types(wanted, dtype)
             assert key in ("step", "weight_sum") or v.dtype == wanted

@@ -36,12 +36,14 @@ def test_as_by_torch(matrices, dtype, request):
     assert found.dtype == torch.float32 and torch.equal(found, single)
 
 
-def test_only_the_lower_triangle_is_read(_by_kernels):
+@pytest.mark.usefixtures("_by_kernels")
+def test_only_the_lower_triangle_is_read():
     x = torch.randn(2, 33, 33)
     assert torch.equal(unpack(pack(x)), x.tril() + x.tril(-1).mT)
 
 
-def test_slots_of_a_larger_stack(_by_kernels):
+@pytest.mark.usefixtures("_by_kernels")
+def test_slots_of_a_larger_stack():
     """Some slots of a state, which begin in the middle of it."""
     x = pack(torch.randn(4, 20, 20))
     assert torch.equal(unpack(x[1:3]), unpack(x)[1:3])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import linalg
-from ..kernels import has_kernels
+from ..kernels import has_kernels as has_kernels
 from ..kernels.schema import CombineTerms
 from ..linalg import symmetrize
 
