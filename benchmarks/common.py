@@ -76,7 +76,7 @@ def shampoo(params: Any, frequency: int, options: dict[str, Any]) -> lather.Sham
 
 
 class Schedule(NamedTuple):
-    """Which steps, counted from 1, refresh roots. The optimizers of torch never do."""
+    """Which steps, counted from 1, refresh roots. The optimizers of torch never do, nor does Muon."""
 
     start: int = 4
     frequency: int = 1
@@ -85,9 +85,10 @@ class Schedule(NamedTuple):
 
     @classmethod
     def of(cls, opt: torch.optim.Optimizer) -> Schedule:
-        if not isinstance(opt, lather.Shampoo):
+        groups = [resolve(group) for group in opt.param_groups] if isinstance(opt, lather.Shampoo) else []
+        if not any(settings.method and settings.method.refreshes for settings in groups):
             return cls()
-        settings = resolve(opt.param_groups[0])
+        settings = groups[0]
         refresh = "staggered" if settings.staggered else "together"
         return cls(int(settings.first_refresh), settings.frequency, refresh, settings)
 

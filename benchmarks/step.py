@@ -2,7 +2,8 @@
 
     python benchmarks/step.py [--models gpt2 llama-953m] [--frequency 10] [--options '{"root": "eigh"}' ...] [--profile]
 
-*Routed* is what lather makes of a model that it is given: embeddings and a head like them are left to Adam.
+*Routed* is what lather makes of a model that it is given: embeddings and a head like them are left to Adam. torch's Muon gets all
+matrices, and no others.
 
 Synthetic gradients, four sets in rotation so that factors are not of rank one. Every step is timed by a synchronised clock. A
 *plain* step refreshes nothing; staggered there are none. *State* is what a checkpoint holds, *held* what stays allocated between
@@ -30,8 +31,8 @@ from lather.report.models import MODELS, load, num_params, shapes_of
 
 CHANNELS_LAST = "-channels-last"  # added to the name of a model
 NAMES = [*MODELS, "resnet50" + CHANNELS_LAST]
-ROWS = ("adamw", "muon", "together", "staggered", "routed")
-TABLES = r"^(wte|wpe|head)\.weight$"  # names of embeddings and heads among the shapes of models
+ROWS = ("adamw", "muon", "lather-muon", "together", "staggered", "routed")
+LEAVE_TABLES = [(r"^(wte|wpe|head)\.weight$", {"preconditioner": None})]  # embeddings and heads among the shapes of models
 Make = Callable[[dict[str, torch.Tensor]], torch.optim.Optimizer]
 
 
@@ -54,6 +55,8 @@ def contenders(args: argparse.Namespace) -> Iterator[tuple[str, Make]]:
         yield "AdamW fused", lambda params: common.adamw(params.items(), lr=1e-4)
     if "muon" in args.rows:
         yield "Muon (2-D only)", lambda params: torch.optim.Muon([p for p in params.values() if p.dim() == 2], lr=1e-4)
+    if "lather-muon" in args.rows:
+        yield "lather.muon, routed", lambda params: lather.muon(lather.route(params.items(), LEAVE_TABLES), lr=1e-4)
     for refresh in ("together", "staggered"):
         make = partial(make_shampoo, args.frequency, {"refresh": refresh})
         if refresh in args.rows:
@@ -67,8 +70,7 @@ def contenders(args: argparse.Namespace) -> Iterator[tuple[str, Make]]:
 def make_shampoo(
     frequency: int, options: dict[str, Any], params: dict[str, torch.Tensor], routed: bool = False
 ) -> torch.optim.Optimizer:
-    rules = [(TABLES, {"preconditioner": None})] if routed else []
-    return common.shampoo(lather.route(params.items(), rules), frequency, options)
+    return common.shampoo(lather.route(params.items(), LEAVE_TABLES if routed else []), frequency, options)
 
 
 def why_not(name: str, model: str) -> str | None:

@@ -12,8 +12,9 @@ from interpreted import ROOT, run_interpreted
 import lather
 from lather import linalg, roots
 from lather.compute import kernel_executor, slices
-from lather.kernels.schema import CombineTerms
 from lather.roots import products, track
+from lather.storage.copies import KernelCopies
+from lather.storage.grids import Grid
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which there is for Linux")
 
@@ -21,7 +22,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @needs_triton
 def test_other_kernels_under_the_interpreter():
     """The executor's are in another file, so that another worker can run them."""
-    run_interpreted("test_packed.py", "test_products.py", "test_track.py", "test_travel.py")
+    run_interpreted("test_copies.py", "test_packed.py", "test_products.py", "test_polar.py", "test_track.py", "test_travel.py")
 
 
 def test_no_kernels_are_left_out():
@@ -42,13 +43,13 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lather.kernels import dense, packed, step
+    from lather.kernels import copies, dense, packed, step
 
     kinds = {
-        torch.float32: "*fp32", torch.float64: "*fp64", torch.float16: "*fp16", torch.int64: "*i64", torch.uint8: "*u8",
-        torch.bfloat16: "*bf16",
+        torch.float32: "*fp32", torch.float64: "*fp64", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32",
+        torch.uint8: "*u8", torch.bfloat16: "*bf16",
     }  # fmt: skip
-    seen, loaded_ahead, small = set(), set(), gpu != 90  # elsewhere those that need memory are looked at only
+    seen, loaded_ahead, in_vectors, small = set(), set(), [], gpu != 90  # elsewhere those that need memory are looked at only
 
     def compile_only(self, *args, grid, warmup, **given):
         seen.add(self.__name__)
@@ -68,6 +69,7 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
         source = ASTSource(self, types, constexprs=fixed, attrs=hints)
         made = triton.compile(source, target=GPUTarget("cuda", gpu, 32), options=options)
         assert made.metadata.shared <= GPUS[gpu], self.__name__
+        in_vectors.extend(["ld.global.v4" in made.asm["ptx"] and "st.global.v4" in made.asm["ptx"]] if "VECTOR" in given else ())
         loaded_ahead.update({self.__name__} if "cp.async" in made.asm["ptx"] else ())
 
     rule, suits = roots.stages.__wrapped__, slices.suits
@@ -79,22 +81,26 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     models = (
-        ([(256, 128), (9,)], {"momentum": 0.5}),
-        ([(8, 8, 3)], {"merge_dims": False}),
-        ([(256, 128)], {"factors": "packed", "filter_dtype": "bfloat16"}),
+        ([(256, 128), (9,)], {"momentum": 0.5, "root": "eigh"}),
+        ([(8, 8, 3)], {"merge_dims": False, "root": "eigh"}),
+        ([(8, 16)], {"preconditioner": "spectral", "graft": None}),
+        ([(256, 128)], {"factors": "packed", "filter_dtype": "bfloat16", "root": "eigh"}),
     )
-    for shapes, options in models[: 1 if small else 3]:
+    for shapes, options in models[: 1 if small else 4]:
         params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
-        opt = lather.Shampoo(params, root="eigh", precondition_frequency=1, **options)
+        opt = lather.Shampoo(params, precondition_frequency=1, **options)
         for p in params:
             p.grad = torch.ones_like(p)
         opt.step()
     x, one = torch.ones(1, 256, 256), torch.ones(1)
-    halves = products.encode(x, one)
-    products.combine(halves, halves, CombineTerms(*torch.ones(5, 1)))
-    products.product(halves, halves, add=halves)
-    products.frobenius(halves)
+    m, r, _, starts, _ = products.begin(x, one, 1e-4, 1.02, (1.0, 1.0, 1.0, 0.0), 2)
+    halves = products.product(r, m, add=m, beta=0.5)
+    products.residual(halves, x, starts, 2)
     products.decode(halves, one, 256)
+    for shape in ((128, 256), (256, 128), (64, 64)):
+        single = products.unit_halves(torch.ones(1, *shape), 0.0)
+        products.symmetric(single.mT if shape == (256, 128) else single)
+    products.symmetric(single, single, 0.5, single, 0.5, 0.5)
     assert {"gram", "symmetric"} <= loaded_ahead  # or what they take would say nothing
     if small:
         return
@@ -104,9 +110,14 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(track, "has_kernels", lambda device: True)
     for d in (256, 40, 33):  # with a last tile that is whole, of half the width, and of one column
         track.cholesky_qr(torch.ones(1, d, d), 1.0)
+    for own, other in ((torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.float32, torch.int8)):
+        flat, grids = torch.zeros(999, dtype=own), [Grid(0, 0, (0,), (512,)), Grid(0, 513, (0,), (1,))]
+        for into in (True, False)[: 2 if other.is_floating_point else 1]:
+            KernelCopies(grids, flat, [0], into_flat=into).run({0: torch.zeros(512, dtype=other)})
+    assert in_vectors == 5 * [True, False]
     assert seen == {
         name
-        for module in (dense, packed, step)
+        for module in (copies, dense, packed, step)
         for name, x in vars(module).items()
         if isinstance(x, triton.runtime.JITFunction) and x.__module__ == module.__name__ and name[0] != "_"
     }

@@ -45,13 +45,16 @@ def test_buffers_know_who_is_active():
 
 def test_corrections_of_some_slots():
     buffers = Buffers(3, 1, CPU)
-    buffers.correct(Corrections(filter=torch.tensor([0.1, 0.2, 0.3]), moment=0.5, factors=torch.tensor([1.0, 2.0, 3.0])))
+    buffers.correct(Corrections(filter=torch.tensor([0.1, 0.2, 0.3]), moment=0.5, factor=torch.tensor([1.0, 2.0, 3.0])))
     assert torch.equal(buffers.corrections, torch.tensor([[0.1, 0.2, 0.3], [0.5, 0.5, 0.5], [1.0, 2.0, 3.0]]))
-    assert buffers.factor_correction(0, 2, uniform=False).tolist() == [1.0, 2.0]
-    assert buffers.factor_correction(2, 3, uniform=False).tolist() == [3.0]
+    assert buffers.correction("factor", 0, 2, uniform=False).tolist() == [1.0, 2.0]
+    assert buffers.correction("factor", 2, 3, uniform=False).tolist() == [3.0]
+    torch.testing.assert_close(buffers.correction("filter", 1, 3, uniform=False), torch.tensor([0.2, 0.3]))
     buffers.bc2.fill_(0.75)
-    one = buffers.factor_correction(0, 2, uniform=True)
-    assert (one.item(), one.dtype) == (0.75, torch.float32)
+    buffers.numbers[position(Numbers, "filter_correction")] = 0.25
+    for name, value in (("factor", 0.75), ("filter", 0.25)):
+        one = buffers.correction(name, 0, 2, uniform=True)
+        assert (one.item(), one.dtype) == (value, torch.float32)
 
 
 def test_slices_read_their_part_of_what_is_alive(monkeypatch):

@@ -109,7 +109,8 @@ def test_slices_that_go_together_are_of_one_kind(monkeypatch):
         ("shampoo", None, None, [[((8, 8), False), ((8,), False)]]),
         ("shampoo", None, 0.5, [[((8, 8), False), ((8,), False)]]),
         ("shampoo", None, "nesterov", [[((8, 8), False)], [((8,), False)]]),
-        ("spectral", "adam", "nesterov", [[((8,), False)]]),
+        ("spectral", "adam", "nesterov", [[((8, 8), True)], [((8,), False)]]),
+        ("spectral", None, None, [[((8, 8), True), ((8,), False)]]),
         ("kl", None, None, [[((8, 8), True), ((8,), False)]]),
         ("kl", "adam", "nesterov", [[((8, 8), True)], [((8,), False)]]),
         ("soap", "adam", None, [[((8, 8), True), ((8,), False)]]),
@@ -117,8 +118,8 @@ def test_slices_that_go_together_are_of_one_kind(monkeypatch):
     ],
 )
 def test_methods_that_update_factors_in_their_own_way(method, graft, beta3, expected, monkeypatch):
-    """There are no kernels for a polar factor. Vectors of SOAP without a graft follow Adam, and with Nesterov's filter vectors do
-    not look ahead, so they go apart."""
+    """Or have none. Vectors of SOAP without a graft follow Adam, and with Nesterov's filter vectors do not look ahead, so they go
+    apart."""
     monkeypatch.setattr(slices, "suits", lambda *_: True)
     group = settings(preconditioner=method, graft=graft, beta3=beta3)
     banks = [(key((8, 8)), 2), (key((8,), (), kind="graft"), 2)]
@@ -127,6 +128,18 @@ def test_methods_that_update_factors_in_their_own_way(method, graft, beta3, expe
     assert [piece.kernel_factors for found in together for piece in found] == [
         shape == (8, 8) and not custom for found in expected for shape, custom in found
     ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "factors", "without"),
+    [((32767, 8), True, True), ((32768, 8), False, True), ((50304, 768), False, True), ((1 << 20, 1 << 11), False, False)],
+    ids=str,
+)
+def test_blocks_that_kernels_can_count(shape, factors, without, monkeypatch):
+    """In 32 bits: their elements, and those of factors, which polar factors do not need."""
+    monkeypatch.setattr(slices, "suits", lambda *_: True)
+    for method, fits in (("shampoo", factors), ("soap", factors), ("spectral", without)):
+        assert bool(divide_banks([(key(shape), 1)], [settings(preconditioner=method)])) == fits
 
 
 def test_only_cuda_has_kernels(monkeypatch):
@@ -180,4 +193,8 @@ def test_scratch():
     assert scratch_sizes([vectors], settings(beta3=0.5))["filtered"] == (torch.float32, 48)
     assert "filtered" not in scratch_sizes([matrices], settings(start_preconditioning_step=math.inf))
     assert "plain" in scratch_sizes([matrices], settings(betas=(0.0, 0.999)))
+    alone = BankSlice(key((24, 40)), 0, 3, custom_factors=True)
+    for method, kept in (("soap", {"flat", "halves", "plain"}), ("spectral", {"flat", "halves"})):  # which takes in no gradients
+        needs = scratch_sizes([alone], settings(preconditioner=method, beta3=None))
+        assert set(needs) == kept and needs["halves"] == (torch.float16, 0)
     assert scratch_sizes([vectors], settings())["halves"] == (torch.float16, 0)

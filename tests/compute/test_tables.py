@@ -16,7 +16,7 @@ from lather.compute.tables import Tables, running_totals
 from lather.kernels import schema
 from lather.kernels.schema import Alignment, FactorJob, SlotTable, TensorAddresses, ThinChunk, ThinFactor, Tile
 
-KERNELS = [Path(schema.__file__).with_name(f"{name}.py") for name in ("step", "dense", "tiles")]
+KERNELS = [Path(schema.__file__).with_name(f"{name}.py") for name in ("copies", "step", "dense", "tiles")]
 
 
 def addends(node):
@@ -38,7 +38,7 @@ def test_kernels_find_every_column_by_its_name():
                 found.setdefault(table.id, []).append(name.value)
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("tl.load", "tl.store"):
             assert not any(isinstance(part, ast.Constant) for part in addends(node.args[0])), ast.unparse(node)
-    by_torch = {"Numbers": {"factor_correction"}, "Corrections": {"factors"}}
+    by_torch = {"Numbers": {"factor_correction"}, "Corrections": {"factor"}}
     expected = {
         name: sorted(set(kind._fields) - by_torch.get(name, set()))
         for name, kind in vars(schema).items()

@@ -20,6 +20,7 @@ import torch
 
 from lather.compute import kernel_executor, slices, tables
 from lather.roots import has_kernels
+from lather.storage import buffers, copies
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and has_kernels(torch.device("cuda"))
 collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
@@ -42,7 +43,8 @@ def interpret(set_: Callable[[Any, str, Any], None]) -> None:
     suits = slices.suits
     set_(slices, "suits", lambda device, *rest: suits("cuda", *rest))
     small = {"BLOCK": 128, "SIDE": 16, "DEPTH": 16, "REDUCE": 2}
-    for module in (slices, tables, kernel_executor):
+    set_(buffers, "has_kernels", lambda device: True)
+    for module in (slices, tables, kernel_executor, copies):
         for name in small.keys() & vars(module).keys():
             set_(module, name, small[name])
     _hurry()
@@ -73,8 +75,16 @@ def _hurry() -> None:
         return dtypes[name]
 
     interpreter._get_np_dtype = found
+    interpreter._convert_float = _rounded
     _remember_types(tl.core)
     _broadcast_seldom(type(interpreter.interpreter_semantic))
+
+
+def _rounded(values: np.ndarray, source: Any, to: Any, mode: Any) -> np.ndarray:
+    """Between float32 and bfloat16, which NumPy lacks. A GPU rounds to the nearest, where the interpreter cuts bits off."""
+    if to.name == "bf16":
+        return torch.tensor(values).to(torch.bfloat16).view(torch.uint16).numpy()
+    return torch.tensor(values).view(torch.bfloat16).float().numpy()
 
 
 def _patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:

@@ -129,12 +129,12 @@ def swapped(plan: Plan, buffers: list[list[Any]], trips: list[messages.Trip]) ->
             begin = trip.sent.start + chunk.offset
             buffer[start : start + chunk.numel] = buffer[begin : begin + chunk.numel]
             start += chunk.numel
-        start = trip.ordered if trip.chunks else trip.sent.start
+        start = trip.swapped_from
         for place, numel in enumerate(trip.swap[0]):
             outgoing[me, place] = buffer[start : start + numel]
             start += numel
     for me, (trip, buffer) in enumerate(zip(trips, buffers, strict=True)):
-        start = trip.relay if trip.part else trip.received.start
+        start = trip.swapped_to
         for place, numel in enumerate(trip.swap[1]):
             assert len(outgoing[place, me]) == numel
             buffer[start : start + numel] = outgoing[place, me]
@@ -143,7 +143,7 @@ def swapped(plan: Plan, buffers: list[list[Any]], trips: list[messages.Trip]) ->
 
 def gathered(plan: Plan, buffers: list[list[Any]], trips: list[messages.Trip], sharers: tuple[tuple[int, ...], ...]) -> None:
     """What the all-gather of a trip does."""
-    starts = [trip.relay if trip.swap else trip.sent.start for trip in trips]
+    starts = [trip.gathered_from for trip in trips]
     parts = [buffer[start : start + trip.part] for buffer, trip, start in zip(buffers, trips, starts, strict=True)]
     for me, (trip, buffer) in enumerate(zip(trips, buffers, strict=True)):
         assert {len(parts[place]) for place in sharers[me]} == {trip.part}

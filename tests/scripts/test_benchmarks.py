@@ -81,6 +81,8 @@ def test_step(bench: dict[str, ModuleType], tmp_path: Path) -> None:
     assert ("resnet50-channels-last", "lather together, routed") not in rows
     assert [len(row["step_ms"]) for row in (together, staggered, slower)] == [4, 4, 6]
     assert together["plain_ms"] and staggered["plain_ms"] is None and staggered["first_refresh_ms"]
+    muon = rows["gpt2-tiny", "lather.muon, routed"]
+    assert muon["state_mib"] < routed[0]["state_mib"] and muon["solvers"] != ["eigh"] and len(muon["step_ms"]) == 4
     if hasattr(torch.optim, "Muon"):
         assert ("gpt2-tiny", "Muon (2-D only)") in rows and "resnet50-channels-last, Muon" in data["notes"][0]
 

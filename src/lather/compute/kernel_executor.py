@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.schema import Corrections, Numbers, TensorAddresses, position
-from ..linalg import are_products_exact, from_host
+from ..linalg import are_products_exact, from_host, per_slot
 from ..methods import Context, Hyper, Kronecker, filter_correction
 from ..methods.shampoo import factor_correction
 from ..planning.schedule import started_slots
@@ -25,9 +25,9 @@ from ..settings import Settings
 from ..storage.buffers import Scratch
 from ..storage.step import Step, Stored
 from .executor import Executor, Job
-from .graphs import Graphs, side_by_side
+from .graphs import BRANCHES, Graphs, side_by_side
 from .refresh import Due, is_capturable, refresh
-from .slices import DEPTH, SIDE, THIN_SIDE, BoundSlice, half_plane, scratch_sizes
+from .slices import DEPTH, SIDE, THIN_SIDE, BoundSlice, half_plane, scratch_sizes, torch_takes_in
 from .tables import REDUCE, Tables, ThinLaunch, running_totals
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -109,7 +109,7 @@ class KernelExecutor(Executor[Seen]):
         self._members = tuple(dict.fromkeys(self.param_numbers))
         self._starts = running_totals(part.flat_numel for part in slices)  # of each slice in flat buffers
         self._plane = half_plane(slices)
-        self._has_odd_factors = any(part.key.modes and not part.kernel_factors for part in slices)
+        self._torch_takes_in = torch_takes_in(slices, self.method)
         self._is_padded = any(part.kernel_factors and (part.half_shape[0], part.half_shape[2]) != part.shape[:2] for part in slices)
         self._buffers = Buffers(self.n, 1 + max(i for part in slices for i in part.tensor_indices), self.device)
         self._alive = [self._buffers.alive[a:b] for a, b in pairwise(self.firsts)]
@@ -172,7 +172,11 @@ class KernelExecutor(Executor[Seen]):
 
     def give_out(self, job: Job, seen: Seen) -> Sequence[Tensor]:
         goes = self._who_goes(job)
-        self._replay(("out", seen.variant, goes), partial(self._launch_out, seen, goes))
+        launch = partial(self._launch_out, seen, goes)
+        if self.method is None or self.method.is_capturable(seen.hyper):
+            self._replay(("out", seen.variant, goes), launch)
+        else:
+            launch()
         if self.moves_parameters:  # kernels write behind autograd's back
             step = job.step
             torch.autograd.graph.increment_version([step.stored.params[i] for i in self._members if i in step.grads])
@@ -203,7 +207,7 @@ class KernelExecutor(Executor[Seen]):
         settings, hyper, buffers = job.settings, job.settings.hyper_of(self.key.kind), self._buffers
         ctx = Context(hyper, job.steps, buffers.alive)
         uniform = job.steps.count(job.steps[0]) == self.n
-        corrections = Corrections(filter=filter_correction(ctx), moment=self.graft.correction(ctx), factors=factor_correction(ctx))
+        corrections = Corrections(filter=filter_correction(ctx), moment=self.graft.correction(ctx), factor=factor_correction(ctx))
         if not uniform:
             buffers.correct(corrections)
         numbers = self._numbers(job, corrections if uniform else Corrections(0.0, 0.0, 0.0))
@@ -219,14 +223,14 @@ class KernelExecutor(Executor[Seen]):
             nesterov=settings.nesterov,
             uniform=uniform,
             halves=2 if are_products_exact() else 1,
-            plain=self._has_odd_factors or hyper.beta1 == 0,
+            plain=self._torch_takes_in or hyper.beta1 == 0,
             clear=soiled and self._is_padded,
             packed=hyper.packed,
             grad=sources.dtype,
             param=sources.params[0].dtype if sources.params else torch.float32,
             root=hyper.root_dtype,
             kept=hyper.filter_dtype,
-            numbers=(hyper.beta2, hyper.eps) if self._has_odd_factors else None,
+            numbers=(hyper.beta2, hyper.eps) if self._torch_takes_in else (hyper.polar, hyper.polar_scale, hyper.bias_correction),
         )
 
     def _numbers(self, job: Job, corrections: Corrections) -> Numbers:
@@ -249,7 +253,7 @@ class KernelExecutor(Executor[Seen]):
             decay=rate.decay,
             momentum_keep=settings.momentum,
             momentum_take=1 - settings.dampening,
-            factor_correction=float(corrections.factors),
+            factor_correction=float(corrections.factor),
         )
 
     def _who_goes(self, job: Job) -> tuple[bool, ...]:
@@ -318,7 +322,7 @@ class KernelExecutor(Executor[Seen]):
         if tables.thin:  # first, as it takes long and needs little
             works.insert(0, partial(self._launch_thin, v, tables.thin))
         for i, part in enumerate(self.slices):
-            if self.method and part.key.modes and not part.kernel_factors and not self.method.judges:
+            if self.method and self._torch_takes_in and part.key.modes and not part.kernel_factors and not self.method.judges:
                 works.append(partial(self.method.accumulate, part.state, self._stack("plain", i), seen.contexts[i]))
         side_by_side(works)
 
@@ -353,12 +357,20 @@ class KernelExecutor(Executor[Seen]):
         from ..kernels import step as kernels
 
         b, v, tables, flat = self._buffers, seen.variant, self._tables, self._memory["flat"]
-        side_by_side([partial(self._apply, seen, i, part) for i, part in self._costly_first() if goes[i]])
-        if any(goes):
+        side_by_side(
+            [
+                partial(self._apply, seen, i, part, slots)
+                for i, part in self._costly_first()
+                if goes[i]
+                for slots in self._parts(part.n)
+            ]
+        )
+        if any(goes) and v.graft:
             tables.launch(kernels.size_of_directions, {"flat": flat}, tables.tile_sums)
         kernels.choose[self.n,](
             tables.slots, tables.graft_sums, tables.tile_sums, b.alive, b.started, b.gain, b.corrections, self.n, b.numbers,
-            GRAFT=v.graft, RMS=self.graft.rms, UNIFORM=v.uniform, ROOT=_type(v.root), BLOCK=REDUCE, num_warps=1,
+            GRAFT=v.graft, RMS=self.graft.rms, LINEAR=self.method is None or self.method.linear, UNIFORM=v.uniform,
+            ROOT=_type(v.root), BLOCK=REDUCE, num_warps=1,
         )  # fmt: skip
         addresses = {"weights": b.addresses.parameters, "momenta": b.addresses.momenta}
         buffers = {"flat": flat, "filtered": self._memory.get(v.filtered_in), **addresses}
@@ -368,15 +380,25 @@ class KernelExecutor(Executor[Seen]):
         types = {"OUT": not self.moves_parameters, "PARAM": _type(v.param)}
         tables.launch(kernels.apply, {**buffers, **slots, **made, **types})
 
-    def _apply(self, seen: Seen, i: int, part: BoundSlice) -> None:
-        """Products with roots, by torch."""
-        assert isinstance(self.method, Kronecker)
-        ctx = seen.contexts[i]
-        if part.custom_factors:
-            ctx = replace(ctx, bc2=self._buffers.factor_correction(self.firsts[i], self.firsts[i + 1], seen.variant.uniform))
-        role = seen.variant.filtered_in
-        u = part.state["m"] if role == "m" else self._stack(role, i)
-        self.method.apply(part.state, u, ctx, self._stack("flat", i))
+    def _apply(self, seen: Seen, i: int, part: BoundSlice, slots: slice) -> None:
+        """Directions of some slots of a slice, by torch."""
+        assert self.method is not None
+        ctx, corrections, role = seen.contexts[i], self._buffers.correction, seen.variant.filtered_in
+        ctx = replace(ctx, steps=ctx.steps[slots], alive=ctx.alive[slots])
+        first, last = (self.firsts[i] + slot for slot in (slots.start, slots.stop))
+        if self._torch_takes_in and part.custom_factors:
+            ctx = replace(ctx, bc2=corrections("factor", first, last, seen.variant.uniform))
+        u = (part.state["m"] if role == "m" else self._stack(role, i))[slots]
+        if not self.method.linear and seen.hyper.bias_correction and seen.variant.filtered:
+            u = u / per_slot(corrections("filter", first, last, seen.variant.uniform), u)
+        state = {name: tensor[slots] for name, tensor in part.state.items()}
+        self.method.apply(state, u, ctx, self._stack("flat", i)[slots])
+
+    def _parts(self, n: int) -> list[slice]:
+        """Slots that are computed together. Parts of a stack are branches of a graph: none waits for the last tiles of another."""
+        in_parts = self.method is not None and self.method.in_parts and self._graphs is not None
+        size = -(-n // max(1, BRANCHES // len(self.slices))) if in_parts else n
+        return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
     def _costly_first(self) -> list[tuple[int, BoundSlice]]:
         """The slices that are preconditioned. What takes long comes first."""
@@ -442,9 +464,11 @@ class Buffers:
         for row, value in zip(self.corrections, corrections, strict=True):
             row.copy_(value) if isinstance(value, Tensor) else row.fill_(value)
 
-    def factor_correction(self, first: int, last: int, uniform: bool) -> Tensor:
-        """The correction of factors: one for all slots, or one for each of some."""
-        return self.bc2.float() if uniform else self.corrections[position(Corrections, "factors"), first:last]
+    def correction(self, name: str, first: int, last: int, uniform: bool) -> Tensor:
+        """One of the corrections: a number for all slots, or one for each of some."""
+        if not uniform:
+            return self.corrections[position(Corrections, name), first:last]
+        return self.numbers[position(Numbers, f"{name}_correction")].float()
 
 
 def _type(dtype: torch.dtype) -> Any:

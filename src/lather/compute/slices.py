@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from ..kernels.schema import Alignment
-from ..methods import State
+from ..methods import Method, State
 from ..planning.blocks import Block
 from ..planning.plan import BankKey
 from ..roots import has_kernels
 from ..settings import Settings
+from ..storage.grids import join_dims
 from .bank import Bank
 
 SIDE, DEPTH = 128, 64  # side of a tile of a factor, and elements of its sum that are loaded at a time
@@ -68,13 +69,9 @@ def find_window(start: Sequence[int], shape: Sequence[int], strides: Sequence[in
     >>> find_window((4, 0), (2, 8), strides=(8, 1))
     Window(offset=32, sizes=(16,), strides=(1,))
     """
-    dims: list[tuple[int, int]] = []  # sizes and strides
-    for size, stride in zip(shape, strides, strict=True):
-        if size != 1:
-            outer = dims.pop()[0] if dims and dims[-1][1] == size * stride else 1
-            dims.append((outer * size, stride))
+    dims = join_dims(zip(shape, strides, strict=True)) or [(1, 1)]
     offset = sum(a * b for a, b in zip(start, strides, strict=True))
-    return Window(offset, *zip(*(dims or [(1, 1)]), strict=True)) if len(dims) <= 3 else None
+    return Window(offset, *zip(*dims, strict=True)) if len(dims) <= 3 else None
 
 
 # Which banks go together.
@@ -155,7 +152,8 @@ def divide_banks(banks: Iterable[tuple[BankKey, int]], settings: Sequence[Settin
     for key, n in banks:
         mine = settings[key.group]
         method = mine.method_of(key.kind)
-        if (method and method.kernels == "none") or not (_fits(key) and suits(key.device, key.dtype, mine)):
+        factors = bool(key.modes) and method is not None and bool(method.sums)
+        if (method and method.kernels == "none") or not (_fits(key, factors) and suits(key.device, key.dtype, mine)):
             continue
         kind = key.group, key.device, key.dtype, key.kind == "adagrad", mine.graft_of(key.kind), mine.hyper_of(key.kind).looks_ahead
         most = max(1, LARGEST // math.prod(key.shape))
@@ -168,10 +166,10 @@ def divide_banks(banks: Iterable[tuple[BankKey, int]], settings: Sequence[Settin
     return [*done, *open_.values()]
 
 
-def _fits(key: BankKey) -> bool:
-    """Whether kernels, which count in 32 bits, can count the elements of a block."""
+def _fits(key: BankKey, factors: bool) -> bool:
+    """Whether kernels, which count in 32 bits, can count the elements of a block, and of its factors if it has some."""
     tiled = math.prod(-(-d // SIDE) * SIDE for d in key.shape[:2]) * math.prod(key.shape[2:])
-    return tiled < 1 << 31 and (not key.modes or max(key.shape) < 1 << 15)
+    return tiled < 1 << 31 and (not factors or max(key.shape) < 1 << 15)
 
 
 def scratch_sizes(slices: Sequence[BankSlice], settings: Settings) -> dict[str, tuple[torch.dtype, int]]:
@@ -180,11 +178,16 @@ def scratch_sizes(slices: Sequence[BankSlice], settings: Settings) -> dict[str, 
     are not what the filter remembers."""
     flat = sum(piece.flat_numel for piece in slices)
     needs = {"flat": (torch.float32, flat), "halves": (torch.float16, 2 * half_plane(slices))}
-    if settings.hyper.beta1 == 0 or any(piece.key.modes and not piece.kernel_factors for piece in slices):
+    if settings.hyper.beta1 == 0 or torch_takes_in(slices, settings.method):
         needs["plain"] = torch.float32, flat
     if settings.hyper_of(slices[0].key.kind).looks_ahead:
         needs["filtered"] = torch.float32, flat
     return needs
+
+
+def torch_takes_in(slices: Sequence[BankSlice], method: Method | None) -> bool:
+    """Whether torch updates state of the method from gradients."""
+    return method is not None and bool(method.sums) and any(piece.key.modes and not piece.kernel_factors for piece in slices)
 
 
 def half_plane(slices: Sequence[BankSlice]) -> int:

@@ -1,7 +1,7 @@
-"""Triton kernels for roots: products of dense matrices in halves, and small Choleskys. Importing this needs Triton.
+"""Triton kernels for roots: products of symmetric matrices in halves, and small Choleskys. Importing this needs Triton.
 
-Matrices in halves are stacks ``[n, 2, ld, ld]`` of high and low halves. ``ld`` is ``d`` rounded up to whole tiles, and
-everything outside the ``d`` rows and columns is zero. ``size`` is ``ld ld``, the distance between the two halves of a number.
+Matrices in halves are stacks of 16-bit floats, ``[n, ld, ld]`` for roots and ``[n, rows, columns]`` for polar factors. Sides are
+rounded up to whole tiles, and everything outside the ``d`` rows and columns is zero. ``size`` is the distance between two slots.
 """
 
 # mypy: ignore-errors
@@ -10,66 +10,132 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .schema import CombineTerms
-from .tiles import LOW, columns, low_half
+from .schema import Start
+from .tiles import columns, width
 
-FIRST_X, FIRST_IDENTITY = columns(CombineTerms, "first_x", "first_identity")
-SECOND_X, SECOND_Y, SECOND_IDENTITY = columns(CombineTerms, "second_x", "second_y", "second_identity")
-
-
-@triton.jit
-def _store(at, value, size, mask):
-    high = value.to(tl.float16)
-    tl.store(at, high, mask)
-    tl.store(at + size, low_half(value, high), mask)
+M_A, M_IDENTITY, R_A, R_SQUARE, R_IDENTITY, BACK = columns(Start, "m_a", "m_identity", "r_a", "r_square", "r_identity", "back")
+START_WIDTH = width(Start)
+SQUARED = tl.constexpr(1024.0)  # what squares are multiplied by: if all eigenvalues are equal, entries are as small as 1 / d^2
 
 
 @triton.jit
-def _load(at, size, mask):
-    return tl.load(at, mask, 0.0).to(tl.float32) + tl.load(at + size, mask, 0.0).to(tl.float32) / LOW
+def measure(a, floor, scale, d, BLOCK: tl.constexpr):
+    """``scale[n]``: the trace of ``a[n, d, d]``, at least ``floor[n]``. Divided by it, no entry is larger than 1."""
+    slot = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, d, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        total += tl.load(a + slot * d * d + i * (d + 1), i < d, 0.0)
+    tl.store(scale + slot, tl.maximum(tl.maximum(tl.sum(total), tl.load(floor + slot)), 1e-37))
 
 
 @triton.jit
-def split(x, scale, out, d, ld, size, BLOCK: tl.constexpr):
-    """One row of ``scale[n] x[n, d, d]`` into halves ``[n, 2, ld, ld]``, with zeros as padding."""
+def encode(x, scale, out, d, ld, size, BLOCK: tl.constexpr):
+    """One row of ``scale[n] x[n, d, d]`` in halves."""
     row, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
     columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + slot * d * d + row * d + columns, (columns < d) & (row < d), 0.0) * tl.load(scale + slot)
-    _store(out + slot * 2 * size + row * ld + columns, value, size, columns < ld)
+    tl.store(out + slot * size + row * ld + columns, value.to(tl.float16), columns < ld)
 
 
 @triton.jit
-def join(x, scale, out, d, ld, size, BLOCK: tl.constexpr):
-    """One row of ``scale[n]`` times halves ``[n, 2, ld, ld]`` into ``out[n, d, d]``."""
+def decode(x, scale, out, d, ld, size, BLOCK: tl.constexpr):
+    """One row of ``scale[n]`` times matrices in halves into ``out[n, d, d]``."""
     row, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
     columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    value = _load(x + slot * 2 * size + row * ld + columns, size, columns < d)
+    value = tl.load(x + slot * size + row * ld + columns, columns < d, 0.0).to(tl.float32)
     tl.store(out + slot * d * d + row * d + columns, value * tl.load(scale + slot), columns < d)
 
 
 @triton.jit
-def squares(x, out, size, parts, BLOCK: tl.constexpr):
-    """``out[slot, part]``: the sum of squares over one of the ``parts`` of halves ``[n, 2, size]``."""
-    part, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    index = part * BLOCK + tl.arange(0, BLOCK)
-    value = _load(x + slot * 2 * size + index, size, index < size)
-    tl.store(out + slot * parts + part, tl.sum(value * value))
+def plan(sums, scale, floor, starts, tiles, part, margin, a, b, c, p, BLOCK: tl.constexpr):
+    """One row of :class:`~lather.kernels.schema.Start`, from the squares summed over the tiles of ``SQUARED (A / scale)^2``.
+
+    With ``z = margin ||(A / scale)^2||_F^(1/2)`` and the ridge ``max(floor / scale, part z)``, ``M = (A / scale + ridge I) / (z +
+    ridge)`` has no eigenvalue above 1. ``R = b M + c M^2`` and ``X = a I + R``.
+    """
+    slot = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, tiles, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        total += tl.load(sums + slot * tiles + i, i < tiles, 0.0)
+    z = margin * tl.sqrt(tl.sqrt(tl.sum(total)) / SQUARED)
+    size = tl.load(scale + slot)
+    ridge = tl.where(z == 0, 1.0, tl.maximum(tl.load(floor + slot) / size, part * z))
+    z += ridge
+    ratio, unit = ridge / z, 1 / (z * size)
+    row = starts + slot * START_WIDTH
+    tl.store(row + M_A, unit)
+    tl.store(row + M_IDENTITY, ratio)
+    tl.store(row + R_A, (b + 2 * c * ratio) * unit)
+    tl.store(row + R_SQUARE, c / (z * z * SQUARED))
+    tl.store(row + R_IDENTITY, (b + c * ratio) * ratio)
+    tl.store(row + BACK, tl.exp2(-(tl.log2(z) + tl.log2(size)) / p))
 
 
 @triton.jit
-def combine(x, y, terms, first, second, ld, size, n, BLOCK: tl.constexpr):
-    """One row of the matrices ``first`` and ``second`` that :class:`~lather.kernels.schema.CombineTerms` describes, in halves."""
+def begin(a, square, starts, first, m, r, x, d, ld, size, BLOCK: tl.constexpr):
+    """One row of the matrices ``M``, ``R`` and ``X`` that :class:`~lather.kernels.schema.Start` describes, in halves."""
     row, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
     columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    at, inside, on = slot * 2 * size + row * ld + columns, columns < ld, columns == row
-    a, b = _load(x + at, size, inside), _load(y + at, size, inside)
-    terms += slot
-    first += at
-    value = tl.load(terms + FIRST_X * n) * a + tl.where(on, tl.load(terms + FIRST_IDENTITY * n), 0.0)
-    _store(first, value, size, inside)
-    value = tl.load(terms + SECOND_X * n) * a + tl.load(terms + SECOND_Y * n) * b
-    value += tl.where(on, tl.load(terms + SECOND_IDENTITY * n), 0.0)
-    _store(second + at, value, size, inside)
+    inside, on = (columns < d) & (row < d), (columns == row) & (row < d)
+    at = slot * size + row * ld + columns
+    one = tl.load(a + slot * d * d + row * d + columns, inside, 0.0)
+    two = tl.load(square + at, inside, 0.0).to(tl.float32)
+    starts += slot * START_WIDTH
+    value = tl.load(starts + M_A) * one + tl.where(on, tl.load(starts + M_IDENTITY), 0.0)
+    tl.store(m + at, value.to(tl.float16), columns < ld)
+    value = tl.load(starts + R_A) * one + tl.load(starts + R_SQUARE) * two + tl.where(on, tl.load(starts + R_IDENTITY), 0.0)
+    tl.store(r + at, value.to(tl.float16), columns < ld)
+    value += tl.where(on, first, 0.0)
+    tl.store(x + at, value.to(tl.float16), columns < ld)
+
+
+@triton.jit
+def _signs(i, probe):
+    """Entries ``i`` of the vectors ``probe``: +-1, chirps, the top bit of ``k i^2`` modulo 2^16. They resemble no factor."""
+    i = (i + 1).to(tl.int64)
+    return 1.0 - 2.0 * (((40503 + 2 * probe.to(tl.int64))[None, :] * (i * i)[:, None] >> 15) & 1).to(tl.float32)
+
+
+@triton.jit
+def probe(
+    x, y, starts, out, d, ld, size,
+    FIRST: tl.constexpr, LAST: tl.constexpr, DAMPED: tl.constexpr,
+    PROBES: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """``out = x y`` for matrices with rows of ``ld`` elements and vectors ``[n, d, PROBES]``, which are signs at ``FIRST``.
+
+    ``DAMPED``: ``x`` are factors, and ``M`` of :class:`~lather.kernels.schema.Start` is meant. ``LAST``: instead of vectors, the
+    sum of squares of ``x y`` minus the signs, for every program.
+    """
+    slot = tl.program_id(1).to(tl.int64)
+    row, vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PROBES)
+    x += slot * size
+    y += slot * d * PROBES
+    total = tl.zeros([ROWS, PROBES], tl.float32)
+    for start in range(0, d, DEPTH):
+        k = start + tl.arange(0, DEPTH)
+        some = tl.load(x + row[:, None] * ld + k[None, :], (row[:, None] < d) & (k[None, :] < d), 0.0).to(tl.float32)
+        if FIRST:
+            v = _signs(k, vector)
+        else:
+            v = tl.load(y + k[:, None] * PROBES + vector[None, :], k[:, None] < d, 0.0)
+        total = tl.dot(some, v, total, input_precision="tf32x3")
+    inside = row[:, None] < d
+    at = row[:, None] * PROBES + vector[None, :]
+    if DAMPED:
+        starts += slot * START_WIDTH
+        if FIRST:
+            v = _signs(row, vector)
+        else:
+            v = tl.load(y + at, inside, 0.0)
+        total = tl.load(starts + M_A) * total + tl.load(starts + M_IDENTITY) * v
+    if LAST:
+        off = tl.where(inside, total - _signs(row, vector), 0.0)
+        tl.store(out + slot * tl.num_programs(0) + tl.program_id(0), tl.sum(off * off))
+    else:
+        tl.store(out + slot * d * PROBES + at, total, inside)
 
 
 @triton.jit
@@ -82,42 +148,65 @@ def _lower(tile):
 
 
 @triton.jit
-def symmetric(x, y, add, out, d, size, tiles, alpha, beta, diagonal, ADD: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr):
-    """``alpha x y + beta add + diagonal I`` for commuting symmetric stacks in halves ``[n, 2, d, d]``. ``d`` is a multiple of SIDE.
+def symmetric(
+    x, y, add, out, sums, d, depth, row, step, size, tiles, alpha, beta, diagonal,
+    SAME: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """``alpha x y^T + beta add + diagonal I`` for stacks in halves whose products are symmetric, with float32 sums.
 
-    Only the tiles of the lower triangle are computed; the others are mirror images. Each takes three products of halves: the
-    product of the two low halves is smaller than the rounding of the others.
+    ``x`` and ``y`` are ``[n, d, depth]``: rows lie ``row`` elements apart, columns ``step``, and slots ``size``. ``d`` is a
+    multiple of SIDE and ``depth`` of DEPTH. ``add`` and ``out`` are ``[n, d, d]``. Only the tiles of the lower triangle are
+    computed; the others are mirror images. ``SAME``: ``y`` is ``x``, so that the product is symmetric to the bit. ``SUMS``: also
+    the sum of squares of the result, for every tile.
     """
-    slot = (tl.program_id(0) // tiles).to(tl.int64) * 2 * size
+    slot = (tl.program_id(0) // tiles).to(tl.int64)
     ti, tj = _lower(tl.program_id(0) % tiles)
     ri, rj = ti * SIDE + tl.arange(0, SIDE), tj * SIDE + tl.arange(0, SIDE)
     k = tl.arange(0, DEPTH)
-    at_x = x + slot + ri[:, None] * d + k[None, :]
-    at_y = y + slot + rj[:, None] * d + k[None, :]
-    total = tl.zeros([SIDE, SIDE], tl.float32)
-    low = tl.zeros([SIDE, SIDE], tl.float32)
-    for _ in range(0, d, DEPTH):
-        xh, yh = tl.load(at_x), tl.load(at_y)
-        total = tl.dot(xh, yh.T, total)
-        low = tl.dot(xh, tl.load(at_y + size).T, low)
-        low = tl.dot(tl.load(at_x + size), yh.T, low)
-        at_x += DEPTH
-        at_y += DEPTH
-    value = alpha * (total + low / LOW)
-    if ti == tj:
-        value = (value + value.T) / 2
+    at_x = x + slot * size + (ri[:, None] * row + k[None, :] * step)
+    at_y = y + slot * size + (rj[:, None] * row + k[None, :] * step)
+    value = tl.zeros([SIDE, SIDE], tl.float32)
+    for _ in range(0, depth, DEPTH):
+        value = tl.dot(tl.load(at_x), tl.load(at_y).T, value)
+        at_x += DEPTH * step
+        at_y += DEPTH * step
+    value *= alpha
+    if not SAME:  # noqa: SIM102 (Triton evaluates both sides of `and`)
+        if ti == tj:
+            value = (value + value.T) / 2
+    slot = slot * d * d
     at = ri[:, None] * d + rj[None, :]
     if ADD:
-        value += beta * (tl.load(add + slot + at).to(tl.float32) + tl.load(add + slot + size + at).to(tl.float32) / LOW)
+        value += beta * tl.load(add + slot + at).to(tl.float32)
     value += tl.where(ri[:, None] == rj[None, :], diagonal, 0.0)
-    high = value.to(tl.float16)
-    rest = low_half(value, high)
-    tl.store(out + slot + at, high)
-    tl.store(out + slot + size + at, rest)
+    if SUMS:
+        tl.store(sums + tl.program_id(0), tl.where(ti == tj, 1.0, 2.0) * tl.sum(value * value))
+    half = value.to(out.dtype.element_ty)
+    tl.store(out + slot + at, half)
     if ti != tj:
-        mirror = rj[:, None] * d + ri[None, :]
-        tl.store(out + slot + mirror, high.T)
-        tl.store(out + slot + size + mirror, rest.T)
+        tl.store(out + slot + (rj[:, None] * d + ri[None, :]), half.T)
+
+
+@triton.jit
+def squares_in_parts(x, out, numel, parts, BLOCK: tl.constexpr):
+    """``out[slot, part]``: the sum of squares over every ``parts``-th tile of ``x[n, numel]``, in float64, so none vanishes."""
+    part, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(part * BLOCK, numel, parts * BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        value = tl.load(x + slot * numel + index, index < numel, 0.0).to(tl.float64)
+        total += value * value
+    tl.store(out + slot * parts + part, tl.sum(total))
+
+
+@triton.jit
+def halve(x, scale, out, rows, columns, padded_rows, padded_columns, BLOCK: tl.constexpr):
+    """One row of ``scale[n]^2 x[n, rows, columns]`` into 16-bit numbers, with zeros as padding. The square may be no float32."""
+    row, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    index = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    factor = tl.load(scale + slot).to(tl.float32)
+    value = tl.load(x + (slot * rows + row) * columns + index, (index < columns) & (row < rows), 0.0) * factor * factor
+    tl.store(out + (slot * padded_rows + row) * padded_columns + index, value.to(out.dtype.element_ty), index < padded_columns)
 
 
 @triton.jit

@@ -36,7 +36,7 @@ class Alignment(IntEnum):
     CONTIGUOUS = 2  # in one piece that consists of whole vectors
 
 
-# Tables with one row per item: int64 [items, fields].
+# Tables with one row per item: [items, fields], of int64 unless said otherwise.
 
 
 class Tile(NamedTuple):
@@ -62,6 +62,31 @@ class Tile(NamedTuple):
     columns: int  # of the block in halves, without padding
     padded_columns: int  # of the block in halves, with padding
     third_size: int  # of the block in halves
+
+
+class CopyBox(NamedTuple):
+    """A box that is copied from one tensor into another: ``[first, second, rows, columns]``, with strides in both.
+
+    Its tiles have ``2**tile_shift`` columns, and as many rows as make up a program's number of elements.
+    """
+
+    target: int  # index of the tensor's address
+    source: int
+    first_tile: int  # number of its first tile; the others follow
+    tile_shift: int
+    second_size: int
+    rows: int
+    columns: int
+    target_offset: int  # from the start of the tensor to the first element
+    target_first: int  # strides
+    target_second: int
+    target_row: int
+    target_column: int
+    source_offset: int
+    source_first: int
+    source_second: int
+    source_row: int
+    source_column: int
 
 
 class FactorJob(NamedTuple):
@@ -96,6 +121,18 @@ class ThinFactor(NamedTuple):
     side: int  # rows of L
 
 
+class Start(NamedTuple):
+    """float32: how a root begins. ``M = m_a A + m_identity I``, ``R = r_a A + r_square S + r_identity I`` for a factor ``A`` and
+    its scaled square ``S``. The root is ``back M^(-1/p)``."""
+
+    m_a: float
+    m_identity: float
+    r_a: float
+    r_square: float
+    r_identity: float
+    back: float
+
+
 # Tables with one row per field. A field is a row: a list or tensor with one entry per slot, or per tensor.
 
 
@@ -114,7 +151,7 @@ class Corrections(NamedTuple):
 
     filter: Any
     moment: Any
-    factors: Any  # read by torch, not by kernels
+    factor: Any  # read by torch, not by kernels
 
 
 class TensorAddresses(NamedTuple):
@@ -126,17 +163,6 @@ class TensorAddresses(NamedTuple):
     gradients: Any
     parameters: Any
     momenta: Any
-
-
-class CombineTerms(NamedTuple):
-    """float32 [fields, slots]: ``first = first_x X + first_identity I`` and ``second = second_x X + second_y Y +
-    second_identity I``."""
-
-    first_x: Any
-    first_identity: Any
-    second_x: Any
-    second_y: Any
-    second_identity: Any
 
 
 class Numbers(NamedTuple):

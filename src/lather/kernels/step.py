@@ -189,11 +189,12 @@ def size_of_directions(tiles, flat, partial, ALIGNED: tl.constexpr, BLOCK: tl.co
 @triton.jit
 def choose(
     slots, own, partial, alive, started, gain, corrections, n, numbers,
-    GRAFT: tl.constexpr, RMS: tl.constexpr, UNIFORM: tl.constexpr, ROOT: tl.constexpr, BLOCK: tl.constexpr,
+    GRAFT: tl.constexpr, RMS: tl.constexpr, LINEAR: tl.constexpr, UNIFORM: tl.constexpr, ROOT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``gain[slot]`` multiplies the preconditioned direction. Negative: it multiplies the graft's. NaN: the slot skips the step.
 
-    ``RMS``: the root mean square that the graft gives a direction, or 0 if it has a length of its own.
+    ``RMS``: the root mean square that the graft gives a direction, or 0 if it has a length of its own. ``LINEAR``: the bias of the
+    filtered gradient is still in the preconditioned direction.
     """
     slot = tl.program_id(0)
     target = tl.sqrt(_total(own, slots, slot, n, BLOCK))
@@ -202,10 +203,12 @@ def choose(
         length = RMS * tl.sqrt(tl.load(slots + NUMEL * n + slot).to(tl.float32))
         instead = -tl.where(target > 0, tl.maximum(length / target, 1e-37), 1.0)  # not zero, which is not negative
         target = tl.where((target > 0) & (target < float("inf")), length, 0.0)
-    size = tl.sqrt(_total(partial, slots, slot, n, BLOCK))
-    first, _ = _corrections(numbers, corrections, slot, n, UNIFORM)
-    value = 1.0 / first
+    value = 1.0
+    if LINEAR:
+        first, _ = _corrections(numbers, corrections, slot, n, UNIFORM)
+        value = 1.0 / first
     if GRAFT:
+        size = tl.sqrt(_total(partial, slots, slot, n, BLOCK))
         value = tl.where(size > 0, target / size, 0.0)
         value = tl.where(size != float("inf"), value, instead)  # the norm has overflowed
     root = tl.load(slots + ROOT_ADDRESS * n + slot)

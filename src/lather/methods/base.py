@@ -113,7 +113,17 @@ class Method(Transform):
     waits: ClassVar[bool] = False  # whether it can be applied only after its first refresh
     judges: ClassVar[bool] = False  # whether it may refuse a gradient that is finite
     follows: ClassVar[bool] = False  # whether it takes the gradient in again after a refresh
-    kernels: ClassVar[str] = "none"  # what kernels do of a Kronecker: "none"; "graft", all but its mathematics; "factors" too
+    kernels: ClassVar[str] = "none"  # what kernels do of it: "none"; "graft", all but its mathematics; "factors" too
+    linear: ClassVar[bool] = True  # whether a filtered gradient twice as large has a direction twice as large
+    in_parts: ClassVar[bool] = False  # whether its products take so long that parts of a stack had better overlap
+
+    @abstractmethod
+    def apply(self, state: State, u: Tensor, ctx: Context, out: Tensor | None = None) -> Tensor:
+        """As every transform's. A method that kernels know writes into ``out`` if that is given."""
+
+    def is_capturable(self, hyper: Hyper) -> bool:
+        """Whether a CUDA graph can hold :meth:`apply`."""
+        return True
 
     def follow(self, state: State, grad: Tensor, ctx: Context) -> None:
         """Take in a gradient after the refresh of the step, in place."""

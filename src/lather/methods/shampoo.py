@@ -49,8 +49,8 @@ class Kronecker(Method):
     State: factors ``L0, L1, ...``; roots ``X0, X1, ...`` in ``root_dtype``, which are not positive until the first refresh; and
     what the solver keeps for a warm start, such as a basis ``Q0``. Factors and roots are ``[n, d, d]``, or ``[n, d]`` if diagonal.
     A factor that is zero says nothing, and its root ``eps^(-e)`` would be far too large for the gradients to come: its block
-    keeps the roots that it has, or none. With ``factors="packed"`` full factors and roots are lower triangles
-    ``[n, 1, d (d + 1) / 2]``. With ``refresh_delay``, roots wait as ``Y0, Y1, ...`` until they are put to use.
+    keeps the roots that it has, or none. The first element of such a root is -1. With ``factors="packed"`` full factors and roots
+    are lower triangles ``[n, 1, d (d + 1) / 2]``. With ``refresh_delay``, roots wait as ``Y0, Y1, ...`` until they are put to use.
     """
 
     # Facts; base.Method says what each means.
@@ -112,7 +112,6 @@ class Kronecker(Method):
         return first_of(state["X0"]) > 0  # positive definite once it is computed, so its first element tells
 
     def apply(self, state: State, u: Tensor, ctx: Context, out: Tensor | None = None) -> Tensor:
-        """As every transform's; into ``out`` if that is given."""
         order = u.dim() - 1
         if self.exponent(ctx.hyper, order) == 0:
             return u if out is None else out.copy_(u)
@@ -136,15 +135,16 @@ class Kronecker(Method):
 
         ``warm`` is what the solver kept, which it replaces. ``exact`` asks for the slowest and surest way.
         """
-        ridge = ridge_of(a, hyper)
+        ridge = roots.Relative(hyper.eps) if hyper.relative_damping else hyper.eps
         root = roots.rescue(a, e, ridge, warm) if exact else roots.solve(solver, a, e, ridge, warm)
-        none = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).neg_()  # of a zero factor, which says nothing
-        return {"X": torch.where(per_slot(a.flatten(1).any(1), a), root.value, none), **warm}, root.ok
+        first = root.value[:, 0, 0]
+        first.copy_(torch.where(a.diagonal(dim1=1, dim2=2).any(1), first, -1.0))  # a zero factor says nothing, and has no root
+        return {"X": root.value, **warm}, root.ok
 
     def put(self, state: State, index: Index, new: Mapping[int, Tensor], ok: Tensor) -> None:
         """Put to use what a refresh made for some slots, by mode, where it is ok. A block takes roots of all its modes or none."""
-        for i, root in new.items():
-            ok = ok & state[f"L{i}"][index].flatten(1).any(1) & (first_of(root) > 0)
+        for root in new.values():
+            ok = ok & (first_of(root) > 0)
         for i, root in new.items():
             write(state[f"X{i}"], index, root, ok)
 
@@ -288,5 +288,8 @@ def at_a_time(state: State, u: Tensor) -> int:
 
 def write(to: Tensor, index: Index, value: Tensor, ok: Tensor, old: Tensor | None = None) -> None:
     """Values where they are ok. Elsewhere the ``old`` ones, by default those that are there."""
-    kept = (to if old is None else old)[index]
-    to[index] = torch.where(per_slot(ok, value), value.to(to.dtype), kept)
+    kept, value = (to if old is None else old)[index], value.to(to.dtype)
+    if isinstance(index, slice):
+        torch.where(per_slot(ok, value), value, kept, out=to[index])
+    else:
+        to[index] = torch.where(per_slot(ok, value), value, kept)

@@ -21,6 +21,9 @@ class Spectral(Method):
     text = "Muon, which orthogonalises the filtered gradient of every block"
     aliases = ("muon",)
     reads = frozenset({"polar", "polar_scale"})
+    kernels = "graft"
+    linear = False
+    in_parts = True
 
     def init(self, stack: Stack, hyper: Hyper) -> State:
         return {}
@@ -28,10 +31,14 @@ class Spectral(Method):
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
         """Nothing to remember."""
 
-    def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
+    def apply(self, state: State, u: Tensor, ctx: Context, out: Tensor | None = None) -> Tensor:
         matrices = u.reshape(u.shape[0], u.shape[1], -1)
-        factors = roots.parse_polar(ctx.hyper.polar)(matrices)
-        return (factors * scale_of(ctx.hyper.polar_scale, *matrices.shape[1:])).view(u.shape)
+        scale = scale_of(ctx.hyper.polar_scale, *matrices.shape[1:])
+        to = None if out is None else out.view(matrices.shape)
+        return roots.parse_polar(ctx.hyper.polar)(matrices, scale, to).view(u.shape)
+
+    def is_capturable(self, hyper: Hyper) -> bool:
+        return roots.parse_polar(hyper.polar).is_capturable
 
     def idle(self, options: Mapping[str, Any]) -> dict[str, str]:
         found = {}

@@ -69,23 +69,34 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Trip:
-    """What one place sends and receives together. ``kept`` does not travel: it is the place's own, as owner and as holder.
-
-    ``swap`` are the elements to and from every place in an all-to-all, if there is one. It sends ``chunks``, in the order of
-    places, if they are not in this order as they lie. ``part`` are the elements from each of the places that store the same in an
-    all-gather, if there is one, and ``padding`` of all that is received in it is of no use. ``ordered`` and ``relay`` are where
-    chunks lie in order, and what goes from the all-to-all to the all-gather.
-    """
+    """What one place sends and receives together, in an all-to-all, an all-gather, or one after the other."""
 
     sent: Messages
     received: Messages
-    kept: Messages
-    swap: tuple[tuple[int, ...], tuple[int, ...]] | None
-    chunks: tuple[Chunk, ...] = ()
-    part: int = 0
-    padding: int = 0
-    ordered: int = 0
-    relay: int = 0
+    kept: Messages  # does not travel: it is the place's own, as owner and as holder
+    # The all-to-all:
+    swap: tuple[tuple[int, ...], tuple[int, ...]] | None  # elements to and from every place, if there is one
+    chunks: tuple[Chunk, ...] = ()  # what it sends, in the order of places, if it does not lie in this order
+    ordered: int = 0  # where chunks are put in order
+    # The all-gather among the places that store the same:
+    part: int = 0  # elements from each of them; 0 if there is none
+    padding: int = 0  # elements of all that is received in it that are of no use
+    relay: int = 0  # where its own part lies, if an all-to-all brings it
+
+    @property
+    def swapped_from(self) -> int:
+        """Where the all-to-all sends from."""
+        return self.ordered if self.chunks else self.sent.start
+
+    @property
+    def swapped_to(self) -> int:
+        """Where the all-to-all puts what it brings."""
+        return self.relay if self.part else self.received.start
+
+    @property
+    def gathered_from(self) -> int:
+        """Where the all-gather finds this place's part."""
+        return self.relay if self.swap else self.sent.start
 
     def received_numel(self, me: int, sharers: int) -> int:
         """Elements from other places."""
@@ -99,6 +110,9 @@ class Traffic:
 
     Its first half has what is sent, its second what is received. Directions are put into the first half when gradients have left
     it, and arrive in the second when gradients have been taken from there. Two trips that follow each other do not overlap.
+
+    The first half, for directions: what trips send and keep, one after the other; a room for chunks in order; two for what is
+    passed on. The second: two rooms for what is received. Trips take turns with two rooms.
     """
 
     inbound: Trip | None
@@ -109,30 +123,35 @@ class Traffic:
     def of(plan: Plan, transport: Transport, me: int) -> Traffic:
         inbound = inbound_trip(plan, transport, me) if transport.inbound else None
         trips = outbound_trips(plan, transport, me) if transport.outbound else []
-        starts = list(accumulate((trip.sent.numel + trip.kept.numel for trip in trips), initial=0))
-        relay = starts[-1] + max((trip.sent.numel for trip in trips if trip.chunks), default=0)
-        parts = max((trip.part for trip in trips if trip.swap), default=0)
-        arriving = max((max(trip.received.numel, len(transport.mesh.sharers[me]) * trip.part) for trip in trips), default=0)
-        several = min(2, len(trips))
-        size = SIZES[str(transport.outbound)] if trips else 1
-        there, here = (inbound.sent.nbytes, inbound.received.nbytes + inbound.kept.nbytes) if inbound else (0, 0)
-        middle = _aligned(max(there, size * (relay + several * parts)))
-        placed = [
+        size, copies = SIZES[str(transport.outbound)] if trips else 1, len(transport.mesh.sharers[me])
+        *starts, ordered = accumulate((trip.sent.numel + trip.kept.numel for trip in trips), initial=0)
+        chunks = max((trip.sent.numel for trip in trips if trip.chunks), default=0)
+        relays, end = _two_rooms(ordered + chunks, [trip.part if trip.swap else 0 for trip in trips])
+        middle = _aligned(max(inbound.sent.nbytes if inbound else 0, size * end))  # bytes
+        arrivals, end = _two_rooms(middle // size, [max(trip.received.numel, copies * trip.part) for trip in trips])
+        outbound = tuple(
             replace(
                 trip,
                 sent=trip.sent.at(start),
                 kept=trip.kept.at(start + trip.sent.numel),
-                received=trip.received.at(middle // size + i % 2 * arriving),
-                ordered=starts[-1],
-                relay=relay + i % 2 * parts,
+                received=trip.received.at(arrival),
+                ordered=ordered,
+                relay=relay,
             )
-            for i, (trip, start) in enumerate(zip(trips, starts, strict=False))
-        ]
-        if inbound:
-            start = middle // SIZES[inbound.sent.wire]
-            received = inbound.received.at(start)
-            inbound = replace(inbound, received=received, kept=inbound.kept.at(start + received.numel))
-        return Traffic(inbound, tuple(placed), _aligned(middle + max(here, size * several * arriving)))
+            for trip, start, relay, arrival in zip(trips, starts, relays, arrivals, strict=True)
+        )
+        if not inbound:
+            return Traffic(None, outbound, _aligned(size * end))
+        received = inbound.received.at(middle // SIZES[inbound.received.wire])
+        kept = inbound.kept.at(received.start + received.numel)
+        needed = max(middle + received.nbytes + kept.nbytes, size * end)
+        return Traffic(replace(inbound, received=received, kept=kept), outbound, _aligned(needed))
+
+
+def _two_rooms(start: int, sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where things begin that take turns with two rooms, or have one if there is only one thing, and where the rooms end."""
+    size = max(sizes, default=0)
+    return [start + i % 2 * size for i in range(len(sizes))], start + min(2, len(sizes)) * size
 
 
 def _aligned(nbytes: int) -> int:
@@ -272,7 +291,7 @@ def _gathered(plan: Plan, transport: Transport, me: int, numbers: Sequence[int])
         received = lay_out((plan.outbound(by_owner.get(owner, ()), me) for owner in places), wire, even=True)
         sent, part = lay_out([plan.outbound(by_owner.get(me, ()), me)], wire), received.splits[me]
         padding = (copies - 1) * part - (spread.totals[ours] - sent.numel)
-        return Trip(replace(sent, splits=(part,)), received, lay_out([], wire), None, (), part, padding)
+        return Trip(replace(sent, splits=(part,)), received, lay_out([], wire), None, part=part, padding=padding)
     received = lay_out((plan.outbound(some, me) for some in by_owner.values()), wire)
     sent = lay_out((plan.outbound(by_owner[me], place) for place in spread.mine), wire)
     starts = dict(zip(spread.mine, accumulate(sent.splits, initial=0), strict=False))
@@ -291,7 +310,7 @@ def _gathered(plan: Plan, transport: Transport, me: int, numbers: Sequence[int])
     ends = accumulate((chunk.numel for chunk in chunks), initial=0)
     in_order = all(chunk.offset == end for chunk, end in zip(chunks, ends, strict=False))
     swap = tuple(out), tuple(into)
-    return Trip(sent, received, lay_out([], wire), swap, () if in_order else tuple(chunks), part, padding)
+    return Trip(sent, received, lay_out([], wire), swap, () if in_order else tuple(chunks), part=part, padding=padding)
 
 
 def _cut(span: tuple[int, int], part: int) -> Iterator[tuple[int, int, int]]:

@@ -3,7 +3,7 @@
 A new solver is one file and one entry in `SOLVERS` (or `POLARS`). The conformance tests run over these tables.
 """
 
-from .base import Basis, EigenSolver, Root, RootSolver
+from .base import Basis, EigenSolver, Relative, Root, RootSolver
 from .eigh import Eigh, rescue, rescue_basis, solve, solve_basis
 from .firstorder import first_basis
 from .higher_order import HigherOrder
@@ -17,6 +17,6 @@ from .track import Track
 
 __all__ = [
     "POLARS", "SOLVERS", "Basis", "EigenSolver", "Eigh", "HigherOrder", "Minimax", "Newton", "NewtonSchulz", "Polar",
-    "PolarExpress", "Qr", "Root", "RootSolver", "Svd", "Track", "choose", "first_basis", "has_kernels", "parse", "parse_polar",
-    "rescue", "rescue_basis", "resolve", "resolve_basis", "solve", "solve_basis", "spell", "stages",
+    "PolarExpress", "Qr", "Relative", "Root", "RootSolver", "Svd", "Track", "choose", "first_basis", "has_kernels", "parse",
+    "parse_polar", "rescue", "rescue_basis", "resolve", "resolve_basis", "solve", "solve_basis", "spell", "stages",
 ]  # fmt: skip

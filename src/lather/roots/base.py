@@ -1,19 +1,19 @@
 """The contract of a root solver: `X = (A + eps I)^(-e)` for a stack of symmetric positive semi-definite matrices."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..linalg import all_finite, eye_like, full_precision, per_slot
+from ..linalg import all_finite, eye_like, full_precision, per_slot, relative_ridge
 
 MOST = 1000  # rounds of any iteration. All of them always run, so a larger number is a mistake that looks like a hang.
 FINEST = 1e-16  # the least part of the largest eigenvalue that options may ask for; float64 resolves no less
 
 
 class Root(NamedTuple):
-    value: Tensor  # [n, d, d], symmetric; the identity where not ok
+    value: Tensor  # [n, d, d], symmetric
     ok: Tensor  # [n] bool
     residual: Tensor  # [n], the solver's estimate of its error; inf where the input was not finite
 
@@ -25,13 +25,22 @@ class Basis(NamedTuple):
     residual: Tensor  # [n]
 
 
+class Relative(NamedTuple):
+    """A ridge of `eps ||A^2||_F^(1/2)`, see `linalg.relative_ridge`. A solver may know that norm already."""
+
+    eps: float
+
+
+Ridge = float | Tensor | Relative  # one for all slots, or one per slot [n]
+
+
 class RootSolver(ABC):
     """A frozen dataclass whose fields are its options. Calling it computes roots.
 
     The call takes a stack `a` [n, d, d] in float32 or float64 and returns roots in that dtype. A slot that is not finite or does
-    not converge raises nothing: its `ok` is False and its value is the identity. It does not affect the other slots. On one CPU
-    thread a slot gets the same bits in every stack. `eps` is one ridge for all slots, or one per slot [n]. A solver with a warm
-    start replaces entries of `state`. The caller keeps them for the slots that are ok.
+    not converge raises nothing: its `ok` is False and its value is of no use. It does not affect the other slots. On one CPU
+    thread a slot gets the same bits in every stack. `eps` is the ridge. A solver with a warm start replaces entries
+    of `state`. The caller keeps them for the slots that are ok.
     """
 
     name: ClassVar[str]
@@ -53,12 +62,12 @@ class RootSolver(ABC):
     def flops(self, d: int) -> float:
         """Estimated operations per matrix and call."""
 
-    def __call__(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
+    def __call__(self, a: Tensor, e: float, eps: Ridge, state: dict[str, Tensor]) -> Root:
         with full_precision(a.device):
             if self.sees_what_is_not_finite(a, e):
-                root = self._root(a, e, eps, state)
-                return root._replace(value=torch.where(root.ok[:, None, None], root.value, eye_like(a)))
+                return self._root(a, e, eps, state)
             finite = all_finite(a)
+            eps = absolute(a, eps)
             if isinstance(eps, Tensor):
                 finite = finite & torch.isfinite(eps)
                 eps = torch.where(finite, eps, 1.0).to(a.dtype)
@@ -67,12 +76,18 @@ class RootSolver(ABC):
             return Root(value, ok, root.residual.masked_fill(~finite, torch.inf))
 
     def sees_what_is_not_finite(self, a: Tensor, e: float) -> bool:
-        """Whether NaN and Inf in the factor or the root always show in the residual. The call then does not look for them."""
+        """Whether NaN and Inf in the factor or the root always show in the residual. The call then does not look for them.
+
+        Otherwise a value that is not ok is the identity.
+        """
         return False
 
     @abstractmethod
-    def _root(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
-        """The call for finite `a`, or for any `a` if `sees_what_is_not_finite`. A root that is not finite counts as not ok."""
+    def _root(self, a: Tensor, e: float, eps: Any, state: dict[str, Tensor]) -> Root:
+        """The call for finite `a` and a ridge in numbers; for any `a` and ridge, if `sees_what_is_not_finite`.
+
+        A root that is not finite counts as not ok.
+        """
 
 
 class EigenSolver(RootSolver):
@@ -89,6 +104,11 @@ class EigenSolver(RootSolver):
     @abstractmethod
     def _basis(self, a: Tensor, state: dict[str, Tensor]) -> Basis:
         """`basis` for finite `a`."""
+
+
+def absolute(a: Tensor, eps: Ridge) -> float | Tensor:
+    """The ridge of factors in numbers."""
+    return relative_ridge(a, eps.eps) if isinstance(eps, Relative) else eps
 
 
 def check_count(name: str, value: object, low: int = 1, most: int = MOST) -> None:

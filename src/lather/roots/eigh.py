@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from ..linalg import eye_like, factorize, normalize, power, product, symmetrize
-from .base import Basis, EigenSolver, Root, RootSolver, lift, settle
+from .base import Basis, EigenSolver, Ridge, Root, RootSolver, absolute, lift, settle
 
 WORKERS = 8  # threads, each with a stream; one matrix leaves most of a GPU idle
 SMALL = 32  # up to this size the library itself is batched
@@ -123,7 +123,7 @@ def _eigh_alone(a: Tensor) -> tuple[Tensor, Tensor]:
     return torch.full_like(a[..., 0], torch.nan), torch.full_like(a, torch.nan)
 
 
-def solve(solver: RootSolver, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
+def solve(solver: RootSolver, a: Tensor, e: float, eps: Ridge, state: dict[str, Tensor]) -> Root:
     """The solver's roots. On a CPU, slots that the solver gives up on are solved again by eigh in float64.
 
     On other devices the check would make the host wait. There such slots are not ok, and the caller passes them to :func:`rescue`
@@ -139,10 +139,10 @@ def solve(solver: RootSolver, a: Tensor, e: float, eps: float | Tensor, state: d
     return Root(*(old.index_copy(0, bad, new) for old, new in zip(root, rescued, strict=True)))
 
 
-def rescue(a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
+def rescue(a: Tensor, e: float, eps: Ridge, state: dict[str, Tensor]) -> Root:
     """Roots by eigh in float64. A basis `"Q"` in `state`, the warm start of the solver that gave up, is replaced too."""
     basis = Eigh().basis(a.double(), {})
-    values = lift(basis.values, torch.ones_like(basis.values[:, :1, None]), eps)
+    values = lift(basis.values, torch.ones_like(basis.values[:, :1, None]), absolute(a, eps))
     value = symmetrize(product(basis.vectors * power(values, -e)[:, None, :], basis.vectors.mT))
     value, ok = settle(value.to(a.dtype), basis.ok)
     if "Q" in state:

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, final
@@ -10,33 +10,42 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from ..linalg import aligned, all_finite, normalize, norms, per_slot
+from ..linalg import aligned, all_finite, normalize, norms, per_slot, product
 from .base import FINEST, check_count
 from .minimax import best_step
+from .products import fits_halves, symmetric, unit_halves
 
 Quintic = tuple[float, float, float]
 
 MUON: Quintic = (3.4445, -4.7750, 2.0315)  # Keller Jordan's
 MARGIN = 1.01  # products in 11 bits may raise a singular value by this; above its interval a polynomial grows fast
+COARSEST = 1e-3  # the smallest singular value that halves resolve to a part in a hundred
+GROWTH = 150.0  # how much a run of steps may amplify what is rounded in a Gram matrix
+WIDE, LARGE = 1.25, 128  # columns to rows, and rows, from which on Gram matrices save time
 
 
 class Polar(ABC):
     """A frozen dataclass whose fields are its options. Calling it computes polar factors.
 
-    The call takes a stack `g` [n, rows, columns] in float32 or float64 and returns one in that dtype. A Frobenius norm below
-    `eps` counts as `eps`; above it, the scale of a slot does not matter. A singular value of zero stays zero. A slot that is not
-    finite gives a result that is not finite, and does not affect the others. On one CPU thread a slot gets the same bits in every
-    stack.
+    The call takes a stack `g` [n, rows, columns] in float32 or float64 and returns one in that dtype, times `scale`, in `out` if
+    that is given. A Frobenius norm below `eps` counts as `eps`; above it, the scale of a slot does not matter. A singular value
+    of zero stays zero. A slot that is not finite gives a result that is not finite, and does not affect the others. On one CPU
+    thread a slot gets the same bits in every stack.
     """
 
     name: ClassVar[str]
+    is_capturable: ClassVar[bool] = True  # whether a CUDA graph can hold a call
     eps: float = 0.0
 
     @abstractmethod
     def flops(self, rows: int, columns: int) -> float:
         """Operations per matrix and call."""
 
-    def __call__(self, g: Tensor) -> Tensor:
+    def __call__(self, g: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+        return torch.mul(self._whole(g), scale, out=out)
+
+    def _whole(self, g: Tensor) -> Tensor:
+        """The call in the dtype of `g`."""
         tall = g.shape[1] > g.shape[2]
         x, c = normalize((g.mT if tall else g).contiguous())  # otherwise squares of a small gradient would vanish
         size = norms(x)
@@ -73,6 +82,67 @@ class _Products(Polar):
             gram = torch.bmm(x, x.mT)
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
         return x
+
+    def __call__(self, g: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+        if not (fits_halves(g) and self.bears_halves()):
+            return super().__call__(g, scale, out)
+        x = self._in_halves(g, scale)[:, : g.shape[1], : g.shape[2]]
+        return x.to(g.dtype, memory_format=torch.contiguous_format) if out is None else out.copy_(x)
+
+    def bears_halves(self) -> bool:
+        """Whether halves can hold all that is computed, and resolve what is promised."""
+        return _stays_small(tuple(self.quintics()))
+
+    def _in_halves(self, g: Tensor, scale: float) -> Tensor:
+        """The call, padded, by products of halves with float32 sums. Those that are symmetric are computed by half.
+
+        A wide matrix takes several steps at once, on `G = X X^T` alone. That rounds the small eigenvalues of `G`, and every step
+        amplifies the error by up to `a^2`. So a run of steps ends before that is more than `GROWTH`.
+        """
+        tall, (small, large) = g.shape[1] > g.shape[2], sorted(g.shape[1:])
+        runs = list(_runs(self.quintics(), GROWTH if small >= LARGE and large >= WIDE * small else 0.0))
+        x = unit_halves(g, self.eps)
+        for run in runs:
+            q, alpha = _factor(symmetric(x.mT if tall else x), run), scale if run is runs[-1] else 1.0
+            x = product(x, q, alpha=alpha) if tall else product(q, x, alpha=alpha)
+        return x
+
+
+def _factor(gram: Tensor, run: Sequence[Quintic]) -> Tensor:
+    """What some steps multiply `X` by, for `G = X X^T`: the product of their `p = a I + b G + c G^2`. The next `G` is `p G p`."""
+    (a, b, c), *others = run
+    q = p = symmetric(gram, gram, c, gram, b, a)
+    for a, b, c in others:
+        gram = symmetric(p, symmetric(p, gram))
+        p = symmetric(gram, gram, c, gram, b, a)
+        q = symmetric(p, q)
+    return q
+
+
+def _runs(quintics: Iterable[Quintic], most: float) -> Iterator[list[Quintic]]:
+    """Cut steps into runs, which amplify errors in the first Gram matrix by at most `most`.
+
+    >>> [len(run) for run in _runs([MUON] * 5, 150.0)], [len(run) for run in _runs(PolarExpress().quintics(), 150.0)]
+    ([3, 2], [2, 2, 1])
+    """
+    run: list[Quintic] = []
+    for quintic in quintics:
+        if run and math.prod(a * a for a, _, _ in run) > most:
+            yield run
+            run = []
+        run.append(quintic)
+    yield run
+
+
+@lru_cache(maxsize=256)
+def _stays_small(quintics: tuple[Quintic, ...]) -> bool:
+    """Whether singular values that begin in [0, 1] stay within [-4, 4]."""
+    values = [i / 64 for i in range(65)]
+    for a, b, c in quintics:
+        values = [t * (a + t * t * (b + t * t * c)) for t in values]
+        if not all(abs(t) <= 4 for t in values):
+            return False
+    return True
 
 
 @final
@@ -134,6 +204,9 @@ class PolarExpress(_Products):
     def quintics(self) -> tuple[Quintic, ...]:
         return _best_quintics(self.steps, self.lower)
 
+    def bears_halves(self) -> bool:
+        return self.lower >= COARSEST
+
 
 @lru_cache(maxsize=256)
 def _best_quintics(steps: int, lower: float) -> tuple[Quintic, ...]:
@@ -155,6 +228,7 @@ class Svd(Polar):
     """
 
     name: ClassVar[str] = "svd"
+    is_capturable: ClassVar[bool] = False
 
     def flops(self, rows: int, columns: int) -> float:
         d, rest = sorted((rows, columns))

@@ -1,52 +1,33 @@
 """The product that polynomial iterations use: float32 on most devices, halves on GPUs that run our kernels.
 
-On a GPU float32 products are slow, and TF32 loses what is below a thousandth of the largest entry. So a matrix is split into
-two halves of 16 bits, which hold 22 bits together. Tensor cores multiply them with float32 sums, in three products of halves.
-Only one triangle of the result is computed. On an H200 and for d = 1024 that takes a sixth of the time of float32. Entries
-must be within the range of a half, 6e-8 to 65504.
+On a GPU float32 products are slow. So matrices are kept in halves, which are floats of 16 bits. Tensor cores multiply them with
+float32 sums, and only one triangle of a symmetric result is computed. Entries must be within the range of a half, 6e-8 to 65504.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import linalg
 from ..kernels import has_kernels as has_kernels
-from ..kernels.schema import CombineTerms
+from ..kernels.schema import Start, position
 from ..linalg import symmetrize
 
 ENOUGH = 160 << 10  # bytes of shared memory for three stages, which take 128 KiB on an A100 and 192 KiB on an H200
+PROBES = 16  # vectors that residuals are estimated on
+DEPTH = 64  # elements of a sum that products load at a time
+PARTS = 256  # of a slot, whose squares are summed one by one
+TINY = 1e-46  # less than any float32 but zero, and the root of its inverse is one
 
 
-def product(
-    x: Tensor, y: Tensor, alpha: float = 1.0, add: Tensor | None = None, beta: float = 0.0, diagonal: float = 0.0
-) -> Tensor:
-    """`alpha x y + beta add + diagonal I` [n, d, d] for symmetric `x`, `y`, `add`, where `x` and `y` commute."""
+def product(x: Tensor, y: Tensor, alpha: float = 1.0, add: Tensor | None = None, beta: float = 0.0) -> Tensor:
+    """`alpha x y + beta add` [n, d, d] for symmetric `x`, `y`, `add`, where `x` and `y` commute."""
     if x.dtype == torch.float16:
-        return _product_of_halves(x, y, alpha, add, beta, diagonal)
-    z = symmetrize(linalg.product(x, y, None, add, alpha, beta))  # to the bit: an iteration may amplify a skew part
-    if diagonal:
-        z.diagonal(dim1=1, dim2=2).add_(diagonal)
-    return z
-
-
-def matrix_power(x: Tensor, p: int) -> Tensor:
-    """`x^p` for p >= 1."""
-    return linalg.matrix_power(x, p, product)
-
-
-def times_power(x: Tensor, p: int, y: Tensor) -> Tensor:
-    """`x^p y` for p >= 1 and `x`, `y` that commute, as `x^(p/2) (x^(p/2) y)`: each factor spans half the decades of `x^p`."""
-    if p % 2:
-        return product(x, times_power(x, p - 1, y) if p > 1 else y)
-    half = matrix_power(x, p // 2)
-    return product(half, product(half, y))
-
-
-def product_count(p: int) -> int:
-    """Products in `times_power(x, p, y)`, which are as few as by repeated squaring."""
-    return p.bit_length() + p.bit_count() - 1
+        return symmetric(x, None if x is y else y, alpha, add, beta)
+    return symmetrize(linalg.product(x, y, None, add, alpha, beta))  # to the bit: an iteration may amplify a skew part
 
 
 @lru_cache
@@ -58,20 +39,20 @@ def stages(device: torch.device) -> int:
     return 3 if memory >= ENOUGH else 2
 
 
-def is_split(x: Tensor) -> bool:
+def is_in_halves(x: Tensor) -> bool:
     """Whether to compute products with this stack in halves."""
     fits = len(x) < 1 << 16 and x.shape[-1] < 1 << 15  # limits of the kernels' grid and of their 32-bit counts
     return x.dtype == torch.float32 and fits and has_kernels(x.device)
 
 
 def encode(x: Tensor, scale: Tensor) -> Tensor:
-    """Halves [n, 2, D, D] of `scale[n] x`, zero beyond `d`."""
+    """`scale[n] x` in halves [n, D, D], zero beyond `d`."""
     from ..kernels import dense
 
     n, d, _ = x.shape
     ld = -(-d // _side(d)) * _side(d)
-    block, halves = _block(ld), x.new_empty((n, 2, ld, ld), dtype=torch.float16)
-    dense.split[ld, n, -(-ld // block)](x.contiguous(), scale.contiguous(), halves, d, ld, ld * ld, BLOCK=block)
+    block, halves = _block(ld), x.new_empty((n, ld, ld), dtype=torch.float16)
+    dense.encode[ld, n, -(-ld // block)](x, scale, halves, d, ld, ld * ld, BLOCK=block)
     return halves
 
 
@@ -79,31 +60,120 @@ def decode(x: Tensor, scale: Tensor, d: int) -> Tensor:
     """The matrices [n, d, d] that were encoded, times `scale[n]`."""
     from ..kernels import dense
 
-    n, _, ld, _ = x.shape
+    n, ld, _ = x.shape
     block, out = _block(ld), x.new_empty((n, d, d), dtype=torch.float32)
-    dense.join[d, n, -(-ld // block)](x, scale.contiguous(), out, d, ld, ld * ld, BLOCK=block)
+    dense.decode[d, n, -(-ld // block)](x, scale, out, d, ld, ld * ld, BLOCK=block)
     return out
 
 
-def frobenius(x: Tensor) -> Tensor:
-    """The norms [n] of encoded matrices."""
+class Beginning(NamedTuple):
+    """`M`, `R` and `X` of a root in halves, and the table of `Start`, of which `back` is a column."""
+
+    m: Tensor
+    r: Tensor
+    x: Tensor
+    starts: Tensor
+    back: Tensor
+
+
+def begin(a: Tensor, floor: Tensor, part: float, margin: float, step: Sequence[float], p: int) -> Beginning:
+    """`M = (A + ridge I) / z`, `R = b M + c M^2`, `X = a I + R` for factors [n, d, d] and `a, b, c` of the first step.
+
+    `z = margin ||A^2||_F^(1/2) + ridge`, `ridge = max(floor[n], part margin ||A^2||_F^(1/2))`.
+    """
     from ..kernels import dense
 
-    n, size, block = x.shape[0], x.shape[2] * x.shape[3], 4096
-    parts = -(-size // block)
-    sums = x.new_empty((n, parts), dtype=torch.float32)
-    dense.squares[parts, n](x, sums, size, parts, BLOCK=block)
-    return sums.sum(1).sqrt()
+    (n, d, _), (first, b, c, *_) = a.shape, step
+    scale, starts = torch.empty_like(floor), floor.new_empty(n, len(Start._fields))
+    dense.measure[n,](a, floor, scale, d, BLOCK=1024)
+    halves = encode(a, scale.reciprocal())
+    sums = floor.new_empty(n, num_tiles(halves.shape[-1]))
+    square = symmetric(halves, alpha=dense.SQUARED.value, sums=sums)
+    dense.plan[n,](sums, scale, floor, starts, sums.shape[1], part, margin, first, b, c, float(p), BLOCK=64)
+    ld = square.shape[-1]
+    block, m, r, x = _block(ld), *(torch.empty_like(square) for _ in range(3))
+    dense.begin[ld, n, -(-ld // block)](a, square, starts, first, m, r, x, d, ld, ld * ld, BLOCK=block)
+    return Beginning(m, r, x, starts, starts[:, position(Start, "back")])
 
 
-def combine(x: Tensor, y: Tensor, terms: CombineTerms) -> tuple[Tensor, Tensor]:
-    """The matrices `first` and `second` that `CombineTerms` describes, for encoded matrices. Each of the terms is [n]."""
+def residual(x: Tensor, a: Tensor, starts: Tensor, p: int) -> Tensor:
+    """`||(X^p M - I) V||_F / ||V||_F` [n] for roots in halves and the factors that they are of. `V` are signs."""
     from ..kernels import dense
 
-    n, _, ld, _ = x.shape
-    block, first, second = _block(ld), torch.empty_like(x), torch.empty_like(x)
-    dense.combine[ld, n, -(-ld // block)](x, y, torch.stack(terms), first, second, ld, ld * ld, n, BLOCK=block)
-    return first, second
+    (n, d, _), ld, rows = a.shape, x.shape[-1], 32
+    programs = -(-d // rows)
+    y, sums = a.new_empty(2, n, d, PROBES), a.new_empty(n, programs)
+    for k in range(p + 1):
+        damped = k == p // 2  # M in the middle: otherwise y would span the whole range of X^p
+        matrices, sizes = (a, (d, d, d * d)) if damped else (x, (d, ld, ld * ld))
+        dense.probe[programs, n](
+            matrices, y[(k + 1) % 2], starts, sums if k == p else y[k % 2], *sizes,
+            FIRST=k == 0, LAST=k == p, DAMPED=damped, PROBES=PROBES, ROWS=rows, DEPTH=64, num_warps=4,
+        )  # fmt: skip
+    return (sums.sum(1) / (d * PROBES)).sqrt()
+
+
+# One half for each number.
+
+
+def fits_halves(x: Tensor) -> bool:
+    """Whether products of one half each can be computed for this stack of matrices."""
+    n, rows, columns = x.shape
+    small = n < 1 << 16 and min(rows, columns) < (1 << 15) - 128 and rows * columns < 1 << 30  # kernels count in 32 bits
+    return x.dtype == torch.float32 and small and has_kernels(x.device)
+
+
+def unit_halves(x: Tensor, least: float) -> Tensor:
+    """Matrices [n, rows, columns] over their Frobenius norms, in halves, padded with zeros to whole tiles of :func:`symmetric`
+    on the smaller side.
+
+    A norm below `least` counts as `least`. Zeros stay zeros, and what is not finite makes its slot not finite.
+    """
+    from ..kernels import dense
+
+    n, rows, columns = x.shape
+    numel, block, side = rows * columns, 4096, _side(min(rows, columns))
+    parts = min(PARTS, -(-numel // block))
+    squares = x.new_empty((n, parts), dtype=torch.float64)
+    dense.squares_in_parts[parts, n](x.contiguous(), squares, numel, parts, BLOCK=block, num_warps=8)
+    units = (DEPTH, side) if rows > columns else (side, DEPTH)
+    padded = [-(-d // unit) * unit for d, unit in zip((rows, columns), units, strict=True)]
+    out, block = x.new_empty((n, *padded), dtype=torch.float16), _block(padded[1])
+    scale = squares.sum(1).clamp_(min=max(least, TINY) ** 2).pow_(-0.25)  # the square root of the inverse of the norm
+    dense.halve[padded[0], n, -(-padded[1] // block)](x.contiguous(), scale, out, rows, columns, *padded, BLOCK=block)
+    return out
+
+
+def symmetric(
+    x: Tensor,
+    y: Tensor | None = None,
+    alpha: float = 1.0,
+    add: Tensor | None = None,
+    beta: float = 0.0,
+    diagonal: float = 0.0,
+    sums: Tensor | None = None,
+) -> Tensor:
+    """`alpha x y^T + beta add + diagonal I` [n, d, d] in halves, for `x` and `y` [n, d, k] in halves with a symmetric product.
+
+    `y` is `x` by default. Both may be transposed views of the same kind. `d` and `k` are whole tiles, as those of :func:`encode`
+    and :func:`unit_halves`. `sums` [n, :func:`num_tiles`] gets the sum of squares of every tile.
+    """
+    from ..kernels import dense
+
+    n, d, depth = x.shape
+    side, tiles, out = _side(d), num_tiles(d), x.new_empty((n, d, d))
+    size, row, step = x.stride()
+    dense.symmetric[n * tiles,](
+        x, x if y is None else y, x if add is None else add, out, sums, d, depth, row, step, size, tiles, alpha, beta, diagonal,
+        SAME=y is None, ADD=add is not None, SUMS=sums is not None, SIDE=side, DEPTH=DEPTH, num_warps=8 if side == 128 else 4,
+        num_stages=stages(x.device),
+    )  # fmt: skip
+    return out
+
+
+def num_tiles(d: int) -> int:
+    """Tiles in the lower triangle of a symmetric product."""
+    return d // _side(d) * (d // _side(d) + 1) // 2
 
 
 def _block(ld: int) -> int:
@@ -112,16 +182,3 @@ def _block(ld: int) -> int:
 
 def _side(d: int) -> int:
     return 64 if d <= 192 else 128
-
-
-def _product_of_halves(x: Tensor, y: Tensor, alpha: float, add: Tensor | None, beta: float, diagonal: float) -> Tensor:
-    from ..kernels import dense
-
-    (n, _, d, _), out = x.shape, torch.empty_like(x)
-    side = _side(d)
-    tiles = d // side * (d // side + 1) // 2
-    dense.symmetric[n * tiles,](
-        x, y, x if add is None else add, out, d, d * d, tiles, alpha, beta, diagonal,
-        ADD=add is not None, SIDE=side, DEPTH=64, num_warps=8 if side == 128 else 4, num_stages=stages(x.device),
-    )  # fmt: skip
-    return out

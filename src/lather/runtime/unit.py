@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,28 +13,19 @@ from ..compute.executor import Executor, Job
 from ..compute.slices import BoundSlice, SliceId
 from ..linalg import products_in
 from ..planning.messages import SCALE
-from ..storage.buffers import Pieces, Scratch, ScratchKey, Span, copy_pairs
-from ..storage.grids import Grid
+from ..storage.buffers import FlatBuffer, Pieces, Scratch, ScratchKey, Span
 from ..storage.step import Step
 from .exchange import Collective, encode, rounded
 
 
-@dataclass(frozen=True)
-class MessageGrids:
-    """Where the values of blocks, and their scales, lie in a buffer of messages."""
+class Departures(NamedTuple):
+    """Where the directions of an executor, and their scales, lie in a buffer of messages.
 
-    messages: Tensor
-    values: Sequence[Grid]
-    scales: Sequence[Grid]
+    Values are by slice and shape, that of a block before any of its dimensions were merged; scales are by slice.
+    """
 
-    @cached_property
-    def _flat(self) -> Sequence[Tensor]:
-        return [grid.of_flat(self.messages) for grid in self.values]
-
-    def pairs(self, stack: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Every value in the messages, and in a stack of blocks."""
-        found = (grid.of_tensor(_unmerged(stack, grid)) for grid in self.values)
-        return list(zip(self._flat, found, strict=True))
+    values: FlatBuffer
+    scales: FlatBuffer
 
 
 @dataclass(frozen=True)
@@ -56,13 +46,13 @@ class Look:
 class Round:
     """Directions that go out together. See [Note: two hops] in :mod:`lather.planning.messages`. Only the last hop overlaps."""
 
-    chunks: Sequence[tuple[Tensor, Tensor]]  # what has to be put in order before it is sent
+    ordered: FlatBuffer  # what has to be put in order before it is sent
     swap: Collective | None
     gather: Collective | None
     receives: tuple[Pieces, ...]  # the parameters that arriving directions move
 
     def start(self) -> None:
-        copy_pairs(self.chunks)
+        self.ordered.load()
         if self.swap:
             self.swap.start()
         if self.gather:
@@ -83,7 +73,7 @@ class Round:
 @dataclass(frozen=True)
 class Unit:
     """Banks that share a transport. A step has three phases. A rank that has to miss the step takes part without one: what the
-    others get from it is NaN in every dtype, so that it moves nothing."""
+    others get from it is NaN in every dtype, so that it moves nothing. What belongs to an executor goes by its first slice."""
 
     team: int
     executors: tuple[Executor[Any], ...]
@@ -94,13 +84,13 @@ class Unit:
     # If gradients travel:
     inbound: Collective | None
     sends: tuple[Pieces, ...]  # those that leave for the owners of their blocks
-    arrivals: Mapping[SliceId, Sequence[tuple[Tensor, Tensor]]]  # in the stacks, and in the messages from holders
+    arrivals: Mapping[SliceId, FlatBuffer]  # the messages from holders, of every executor
     stacks: Mapping[SliceId, Tensor]  # where those that arrive are put
     # If directions stay:
     writes: Mapping[SliceId, Pieces]  # the parameters that they move
     # If directions travel:
     outbound: tuple[Round, ...]
-    departures: Mapping[SliceId, MessageGrids]  # in the messages to holders
+    departures: Mapping[SliceId, Departures]  # the messages to holders, of every executor
 
     def send(self, step: Step | None) -> None:
         """Phase 1, storage to compute: gradients leave for the owners of their blocks."""
@@ -143,8 +133,11 @@ class Unit:
     def _run(self, executor: Executor[Any], step: Step) -> None:
         """Give an executor its gradients, and send or apply its directions."""
         settings, job = step.settings[executor.key.group], executor.job(step)
+        first = executor.slices[0].id
         directions: Sequence[Tensor] = ()
         if job is not None:
+            if self.inbound:
+                self.arrivals[first].save()
             stacks = [self._stack(part, step) for part in executor.slices]
             with _scope(executor.device, settings.precision):
                 directions = executor.update(job, stacks)
@@ -152,10 +145,10 @@ class Unit:
                     self._record(executor, job, step)
         elif self.outbound:
             directions = executor.nothing()
+        if self.outbound:
+            self._post(self.departures[first], directions, settings.wire_dtype)
+            return
         for part, direction in zip(executor.slices, directions, strict=False):  # none, if parameters have been moved already
-            if self.outbound:
-                self._post(part.id, direction, settings.wire_dtype)
-                continue
             if settings.rounds:  # as if it were sent, so that the number of ranks does not show
                 direction = rounded(direction, settings.wire_dtype)
             pieces = self.writes[part.id]  # parameters without a gradient are not touched
@@ -170,20 +163,16 @@ class Unit:
 
     def _stack(self, part: BoundSlice, step: Step) -> Tensor | None:
         """The gradients ``[n, ...]`` of a slice of a bank. None if its executor reads them where they are."""
-        if self.inbound is None:
-            pieces = self.reads.get(part.id)
-            return pieces.read(step).view(-1, *part.key.shape) if pieces else None
-        copy_pairs(self.arrivals[part.id])
-        return self.stacks[part.id]
+        if self.inbound:
+            return self.stacks[part.id]
+        pieces = self.reads.get(part.id)
+        return pieces.read(step).view(-1, *part.key.shape) if pieces else None
 
-    def _post(self, part: SliceId, directions: Tensor, wire: str) -> None:
+    def _post(self, to: Departures, directions: Sequence[Tensor], wire: str) -> None:
         """Copy directions into the messages that carry them away."""
-        values, scale = encode(directions, wire)
-        grids = self.departures[part]
-        copy_pairs(grids.pairs(values))
-        if scale is not None:
-            raw = scale.view(torch.int8).view(-1, SCALE)
-            copy_pairs([(grid.of_flat(grids.messages), grid.of_tensor(raw)) for grid in grids.scales])
+        values, scales = zip(*(encode(direction, wire) for direction in directions), strict=True)
+        to.values.load({(i, shape): values[i].view(-1, *shape) for i, shape in to.values.keys})
+        to.scales.load({i: scales[i].view(torch.int8).view(-1, SCALE) for i in to.scales.keys})
 
 
 def _scope(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:
@@ -195,8 +184,3 @@ def _scope(device: torch.device, precision: str | None) -> AbstractContextManage
     if precision is not None:
         scope.enter_context(products_in(precision, device))
     return scope
-
-
-def _unmerged(stack: Tensor, grid: Grid) -> Tensor:
-    """A stack whose blocks have the dimensions of their parameter, before any were merged: ``grid.key`` has that shape."""
-    return stack.view(stack.shape[0], *grid.key)

@@ -21,12 +21,12 @@ from ..compute.torch_executor import TorchExecutor
 from ..planning.messages import SCALE, Item, Traffic, Trip
 from ..planning.plan import SIZES, BankKey, Plan, Transport
 from ..storage import averaging
-from ..storage.buffers import Pieces, Scratch, ScratchKey, Span, spans
+from ..storage.buffers import FlatBuffer, Pieces, Scratch, ScratchKey, Span, spans
 from ..storage.grids import Grid, coalesce
 from ..storage.tensors import is_regular, local
 from .exchange import Collective
 from .ranks import Comm
-from .unit import Look, MessageGrids, Round, Unit
+from .unit import Departures, Look, Round, Unit
 
 Comms = Callable[[Transport], tuple[Comm, Comm]]  # of a transport's team, and of the places that store the same as this one
 
@@ -136,23 +136,32 @@ class UnitPlan:
         return Look(span, self._reading(span))
 
     def _slices(self) -> list[BankSlice]:
-        return [part for parts in (self.by_torch, *self.by_kernels) for part in parts]
+        return [part for parts in self._together() for part in parts]
 
     def _numbers(self, part: BankSlice) -> Sequence[int]:
         return self.banks[part.key][part.start : part.stop]
 
-    def _slots(self, messages: Tensor, items: Iterable[Item]) -> dict[SliceId, MessageGrids]:
-        """What each slice has in a buffer of messages, as grids over its stack."""
-        slices = self._slices()
-        slot_of = {number: (part.id, slot) for part in slices for slot, number in enumerate(self._numbers(part))}
-        found: dict[SliceId, tuple[list[Grid], list[Grid]]] = {part.id: ([], []) for part in slices}
+    def _together(self) -> list[list[BankSlice]]:
+        """The slices of every executor."""
+        return [*self.by_kernels, *([part] for part in self.by_torch)]
+
+    def _grids(self, items: Iterable[Item]) -> dict[SliceId, tuple[list[Grid], list[Grid]]]:
+        """What each executor has in a buffer of messages, as grids over its stacks: values, and scales."""
+        groups = self._together()
+        slot_of = {
+            number: (parts[0].id, i, slot)
+            for parts in groups
+            for i, part in enumerate(parts)
+            for slot, number in enumerate(self._numbers(part))
+        }
+        found: dict[SliceId, tuple[list[Grid], list[Grid]]] = {parts[0].id: ([], []) for parts in groups}
         for item in items:
-            block, (part, slot) = self.plan.blocks[item.move.block], slot_of[item.move.block]
-            box = item.move.region.moved(-a for a in block.region.start)
-            found[part][0].append(Grid(block.region.shape, item.offset, (slot, *box.start), (1, *box.shape)))
+            block, (executor, i, slot) = self.plan.blocks[item.move.block], slot_of[item.move.block]
+            box, (values, scales) = item.move.region.moved(-a for a in block.region.start), found[executor]
+            values.append(Grid((i, block.region.shape), item.offset, (slot, *box.start), (1, *box.shape)))
             if item.scale is not None:
-                found[part][1].append(Grid("scale", item.scale, (slot, 0), (1, SCALE)))
-        return {part: MessageGrids(messages, *map(coalesce, grids)) for part, grids in found.items()}
+                scales.append(Grid(i, item.scale, (slot, 0), (1, SCALE)))
+        return {executor: (coalesce(values), coalesce(scales)) for executor, (values, scales) in found.items()}
 
     # Bytes.
 
@@ -216,10 +225,7 @@ class UnitPlan:
         messages = scratch.take(self.message_key, self.message_bytes)
         there = messages.view(getattr(torch, self.transport.inbound or "uint8"))
         back = messages.view(getattr(torch, self.transport.outbound or "uint8"))
-        arriving = (*self.inbound.received.items, *self.inbound.kept.items) if self.inbound else ()
-        leaving = [item for trip in self.outbound for item in (*trip.sent.items, *trip.kept.items)]
         mine, stacks = {bank.key: bank for bank in banks}, self._stacks(scratch)
-        grids = self._slots(there, arriving) if self.inbound else {}
         return Unit(
             team=self.transport.team,
             executors=tuple(self._executors(mine, scratch)),
@@ -228,21 +234,34 @@ class UnitPlan:
             reads={part: Pieces(span, self._reading(span), scratch, None) for part, span in self.reads.items()},
             looks={} if self.inbound else {part.id: self._look(part) for part in self._slices()},
             stacks=stacks,
-            arrivals={part: [(to, sent) for sent, to in each.pairs(stacks[part])] for part, each in grids.items()},
-            departures=self._slots(back, leaving),
+            arrivals=dict(self._arrivals(there, stacks)),
+            departures=dict(self._departures(back)),
             writes={part: Pieces(span, self._writing(span), scratch, None) for part, span in self.writes.items()},
             inbound=_swap(self.inbound, there, comm) if self.inbound else None,
             outbound=tuple(self._rounds(scratch, back, comm, sharers)),
         )
 
+    def _arrivals(self, messages: Tensor, stacks: Mapping[SliceId, Tensor]) -> Iterator[tuple[SliceId, FlatBuffer]]:
+        grids = self._grids((*self.inbound.received.items, *self.inbound.kept.items)) if self.inbound else {}
+        for parts in self._together() if self.inbound else ():
+            values, _ = grids[parts[0].id]
+            tensors = {(i, shape): stacks[parts[i].id].view(-1, *shape) for i, shape in (grid.key for grid in values)}
+            yield parts[0].id, FlatBuffer(values, messages, tensors)
+
+    def _departures(self, messages: Tensor) -> Iterator[tuple[SliceId, Departures]]:
+        items = [item for trip in self.outbound for item in (*trip.sent.items, *trip.kept.items)]
+        for executor, (values, scales) in self._grids(items).items():
+            yield executor, Departures(FlatBuffer(values, messages), FlatBuffer(scales, messages))
+
     def _rounds(self, scratch: Scratch, messages: Tensor, comm: Comm, sharers: Comm) -> Iterator[Round]:
         for trip, some in zip(self.outbound, self.receives, strict=True):
             starts = accumulate((chunk.numel for chunk in trip.chunks), initial=trip.ordered)
+            chunks = [
+                Grid("messages", start, (trip.sent.start + offset,), (n,))
+                for start, (_, offset, n) in zip(starts, trip.chunks, strict=False)
+            ]
             yield Round(
-                chunks=[
-                    (messages[start : start + n], messages[trip.sent.start + offset : trip.sent.start + offset + n])
-                    for start, (_, offset, n) in zip(starts, trip.chunks, strict=False)
-                ],
+                ordered=FlatBuffer(chunks, messages, {"messages": messages}),
                 swap=_swap(trip, messages, comm) if trip.swap else None,
                 gather=_gather(trip, messages, sharers) if trip.part else None,
                 receives=tuple(Pieces(span, self._writing(span), scratch, messages) for span in some),
@@ -288,14 +307,14 @@ def _swap(trip: Trip, messages: Tensor, comm: Comm) -> Collective:
     assert trip.swap
     size = messages.element_size()
     out, into = ([n * size for n in splits] for splits in trip.swap)  # in bytes
-    source, target = trip.ordered if trip.chunks else trip.sent.start, trip.relay if trip.part else trip.received.start
-    sent, received = _bytes(messages, source, sum(trip.swap[0])), _bytes(messages, target, sum(trip.swap[1]))
+    sent = _bytes(messages, trip.swapped_from, sum(trip.swap[0]))
+    received = _bytes(messages, trip.swapped_to, sum(trip.swap[1]))
     return Collective(comm, partial(comm.exchange, received, sent, into, out))
 
 
 def _gather(trip: Trip, messages: Tensor, sharers: Comm) -> Collective:
-    source, target = trip.relay if trip.swap else trip.sent.start, trip.received.start
-    sent, received = _bytes(messages, source, trip.part), _bytes(messages, target, len(sharers.ranks) * trip.part)
+    sent = _bytes(messages, trip.gathered_from, trip.part)
+    received = _bytes(messages, trip.received.start, len(sharers.ranks) * trip.part)
     return Collective(sharers, partial(sharers.gather, received, sent))
 
 

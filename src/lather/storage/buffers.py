@@ -13,9 +13,11 @@ from ..linalg import from_host
 from ..planning.blocks import Region
 from ..planning.messages import SCALE, Item
 from ..planning.plan import Plan
+from ..roots import has_kernels
 from . import averaging
+from .copies import KernelCopies
 from .grids import Grid, coalesce
-from .step import Number, Step, Tensors
+from .step import Number, Step
 from .update import prepare_gradient, update_
 
 ScratchKey = tuple[str, str, torch.dtype]  # role, device as the plan names it, dtype
@@ -91,56 +93,68 @@ def spans(plan: Plan, me: int, items: Iterable[Item]) -> list[Span]:
     return [*done, *open_.values()]
 
 
-def copy_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy each second tensor into the first."""
-    if pairs:
-        torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
-
-
 @final
 class FlatBuffer:
-    """A flat buffer, and where the tensors that it is copied from and to lie in it."""
+    """A flat buffer, and where the tensors that it is copied from and to lie in it.
 
-    def __init__(self, grids: Sequence[Grid], flat: Tensor) -> None:
-        self.flat = flat
-        self._slots = [(grid, grid.of_flat(flat)) for grid in grids]
-        self._bound: Tensors | None = None
-        self._views: list[Tensor] = []  # of the tensors that are bound, one for each slot
-        self._are_whole = True  # whether the views are the tensors themselves
+    Tensors are given when they are loaded or bound. ``tensors`` are those that stay where they are for good.
+    """
 
-    def load(self, tensors: Tensors) -> Tensor:
-        """Fill in the tensors that there are. Slots of missing tensors keep what they held."""
-        there = [(grid, slot) for grid, slot in self._slots if grid.key in tensors]
+    def __init__(self, grids: Sequence[Grid], flat: Tensor, tensors: Mapping[Any, Tensor] | None = None) -> None:
+        self.flat, self._grids = flat, grids
+        self.keys = tuple(dict.fromkeys(grid.key for grid in grids))
+        self._bound, self._stay = tensors or {}, tensors is not None
+        self._views: list[Tensor | None] = []  # of the tensors that are bound, one for each slot
+        self._are_whole = False  # whether the views are the tensors themselves
+        by_kernel = has_kernels(flat.device)
+        self._into = KernelCopies(grids, flat, self.keys, into_flat=True) if by_kernel else None
+        self._out = KernelCopies(grids, flat, self.keys, into_flat=False) if by_kernel else None
+
+    @cached_property
+    def _slots(self) -> list[Tensor]:
+        return [grid.of_flat(self.flat) for grid in self._grids]
+
+    def load(self, tensors: Mapping[Any, Tensor] | None = None) -> Tensor:
+        """Fill in tensors, or those that are bound. Slots of missing tensors become zero."""
+        if self._into and self._into.run(self._bound if tensors is None else tensors):
+            return self.flat
+        views = self._views_of(tensors) if tensors is not None else self._views or self._look_up()
+        there = [(slot, view) for slot, view in zip(self._slots, views, strict=True) if view is not None]
         if there:
-            torch._foreach_copy_([slot for _, slot in there], _views_of(there, tensors))
+            torch._foreach_copy_([slot for slot, _ in there], [view for _, view in there])
+        if len(there) < len(views):
+            for slot, view in zip(self._slots, views, strict=True):
+                if view is None:
+                    slot.zero_()
         return self.flat
 
-    def clear(self, tensors: Tensors) -> None:
-        """Zero the slots of missing tensors."""
-        for grid, slot in self._slots:
-            if grid.key not in tensors:
-                slot.zero_()
-
-    def bind(self, tensors: Tensors) -> Tensor:
+    def bind(self, tensors: Mapping[Any, Tensor]) -> Tensor:
         """As :meth:`load`, for tensors that :meth:`save` writes back to. They stay where they are until then."""
         if self._bound is not tensors:
-            self._bound, self._views = tensors, _views_of(self._slots, tensors)
-            pairs = zip(self._views, self._slots, strict=True)
-            self._are_whole = all(view is tensors[grid.key] for view, (grid, _) in pairs)
-        torch._foreach_copy_([slot for _, slot in self._slots], self._views)
-        return self.flat
+            self._bound, self._views = tensors, []
+        return self.load()
 
-    def save(self, only: Collection[int] | None) -> None:
+    def save(self, only: Collection[int] | None = None) -> None:
         """Write back to the tensors that are bound, or to some of them."""
-        pairs = zip(self._views, self._slots, strict=True)
-        copy_pairs([(view, slot) for view, (grid, slot) in pairs if only is None or grid.key in only])
-        if not self._are_whole:  # a view keeps memory alive that the user may want to free between steps
-            self._bound, self._views = None, []
+        if not (self._out and self._out.run(self._bound, only)):
+            pairs = zip(self._views or self._look_up(), self._slots, self._grids, strict=True)
+            some = [(view, slot) for view, slot, grid in pairs if view is not None and (only is None or grid.key in only)]
+            if some:
+                torch._foreach_copy_([view for view, _ in some], [slot for _, slot in some])
+        if not (self._stay or self._are_whole):  # a view keeps memory alive that the user may want to free between steps
+            self._bound, self._views = {}, []
 
+    def _look_up(self) -> list[Tensor | None]:
+        """Views of the tensors that are bound."""
+        self._views = self._views_of(self._bound)
+        pairs = zip(self._views, self._grids, strict=True)
+        self._are_whole = all(view is self._bound[grid.key] for view, grid in pairs)
+        return self._views
 
-def _views_of(slots: Sequence[tuple[Grid, Tensor]], tensors: Tensors) -> list[Tensor]:
-    found = [tensors[grid.key] for grid, _ in slots]
-    return [x if x.shape == slot.shape else grid.of_tensor(x) for x, (grid, slot) in zip(found, slots, strict=True)]
+    def _views_of(self, tensors: Mapping[Any, Tensor]) -> list[Tensor | None]:
+        """One for each slot; None if the tensor is missing."""
+        found = [(tensors.get(grid.key), grid, slot) for grid, slot in zip(self._grids, self._slots, strict=True)]
+        return [x if x is None or x.shape == slot.shape else grid.of_tensor(x) for x, grid, slot in found]
 
 
 @final
@@ -160,46 +174,49 @@ class Pieces:
 
     def read(self, step: Step) -> Tensor:
         """The gradients as the mathematics sees them: flat, in the order of the span."""
-        settings, grads, buffers = step.settings[self.group], step.grads, self._buffers
+        settings, buffers = step.settings[self.group], self._buffers
         w = buffers["params"].load(step.stored.params) if settings.decay_mode == "l2" and "params" in buffers else None
-        flat = buffers["grads"].load(grads)
-        if self._messages is not None and not step.common_step:
-            buffers["grads"].clear(grads)
-        return prepare_gradient(flat, w, settings)
+        return prepare_gradient(buffers["grads"].load(step.grads), w, settings)
 
     def post(self, step: Step) -> None:
         """Copy gradients into the messages that carry them away."""
         self.read(step)
-        copy_pairs(self._posted)
+        self._posted.save()
 
     def directions(self) -> Tensor:
         """The directions that messages brought: flat, in the order of the span."""
-        span, flat = self._span, self._buffers["directions"].flat
-        if len(self._brought) == 1 and self._brought[0][1].dtype == flat.dtype:
-            return self._brought[0][1]
-        copy_pairs(self._brought)
-        if span.scales:  # bytes are copied first, because messages are not aligned for numbers of four bytes
-            raw = torch.empty(SCALE * len(span.grids), dtype=torch.int8, device=flat.device)
-            copy_pairs(self._parts(raw, span.scales))
-            scales, (_, lengths) = raw.view(torch.float32).to(flat.dtype), self._elements
+        span, flat, messages = self._span, self._buffers["directions"].flat, self._messages
+        assert messages is not None
+        if len(span.parts) == 1 and messages.dtype == flat.dtype:
+            _, start, size = span.parts[0]
+            return messages[start : start + size]
+        self._brought.load()
+        if span.scales:
+            scales, (_, lengths) = self._scales.load().view(torch.float32).to(flat.dtype), self._elements
             flat.mul_(torch.repeat_interleave(scales, lengths, output_size=span.numel))
         return flat
 
-    # Messages and buffers stay where they are, so what is copied between them is looked up once.
+    # Messages and buffers stay where they are.
 
     @cached_property
-    def _posted(self) -> list[tuple[Tensor, Tensor]]:
-        return [(there, here) for here, there in self._parts(self._buffers["grads"].flat, self._span.parts)]
+    def _posted(self) -> FlatBuffer:
+        return self._in_messages(self._buffers["grads"].flat, self._span.parts)
 
     @cached_property
-    def _brought(self) -> list[tuple[Tensor, Tensor]]:
-        return self._parts(self._buffers["directions"].flat, self._span.parts)
+    def _brought(self) -> FlatBuffer:
+        return self._in_messages(self._buffers["directions"].flat, self._span.parts)
 
-    def _parts(self, flat: Tensor, parts: Sequence[tuple[int, int, int]]) -> list[tuple[Tensor, Tensor]]:
-        """Parts of a flat buffer, each with the messages that it belongs to."""
-        messages = self._messages
-        assert messages is not None
-        return [(flat[here : here + size], messages[there : there + size]) for here, there, size in parts]
+    @cached_property
+    def _scales(self) -> FlatBuffer:
+        """Bytes, because messages are not aligned for numbers of four bytes."""
+        raw = torch.empty(SCALE * len(self._span.grids), dtype=torch.int8, device=self._buffers["directions"].flat.device)
+        return self._in_messages(raw, self._span.scales)
+
+    def _in_messages(self, flat: Tensor, parts: Sequence[tuple[int, int, int]]) -> FlatBuffer:
+        """A flat buffer whose parts are also in the messages."""
+        assert self._messages is not None
+        grids = [Grid("messages", here, (there,), (size,)) for here, there, size in parts]
+        return FlatBuffer(grids, flat, {"messages": self._messages})
 
     def write(self, p: Tensor, step: Step, only: Collection[int] | None = None) -> None:
         """Apply directions to the parameters, or to some of them: decay, momentum or averaging, learning rate."""

@@ -30,14 +30,31 @@ class Grid:
     def numel(self) -> int:
         return math.prod(self.counts) * math.prod(self.shape)
 
-    def of_tensor(self, tensor: Tensor) -> Tensor:
-        strides = tensor.stride()
-        offset = tensor.storage_offset() + sum(map(mul, self.start, strides))
+    def in_strides(self, strides: Shape) -> tuple[int, Shape]:
+        """Where the grid begins in a tensor with these strides, and the strides of its view."""
         outer = tuple(sum(map(mul, step, strides)) for step in self.steps)
-        return tensor.as_strided(self.counts + self.shape, outer + strides, offset)
+        return sum(map(mul, self.start, strides)), outer + strides
+
+    def of_tensor(self, tensor: Tensor) -> Tensor:
+        offset, strides = self.in_strides(tensor.stride())
+        return tensor.as_strided(self.counts + self.shape, strides, tensor.storage_offset() + offset)
 
     def of_flat(self, flat: Tensor) -> Tensor:
         return flat[self.offset : self.offset + self.numel].view(self.counts + self.shape)
+
+
+def join_dims(dims: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The same elements in as few dims as possible, at least one. A dim is a size and a stride, or strides in several tensors.
+
+    >>> join_dims([(4, 32), (2, 8), (8, 1)])
+    [(4, 32), (16, 1)]
+    """
+    joined: list[tuple[int, ...]] = []
+    for size, *strides in dims:
+        if size != 1:
+            follows = joined and list(joined[-1][1:]) == [size * stride for stride in strides]
+            joined.append(((joined.pop()[0] if follows else 1) * size, *strides))
+    return joined
 
 
 def coalesce(grids: Iterable[Grid]) -> list[Grid]:

@@ -61,7 +61,8 @@ def describe(param: Any) -> str:
 def is_regular(tensor: Tensor) -> bool:
     """Whether this rank's part starts at a multiple of 16 bytes and has no gaps, so that a tensor made like it has its strides."""
     part = local(tensor)
-    return part.data_ptr() % 16 == 0 and torch.empty_like(part, device="meta").stride() == part.stride()
+    has_no_gaps = part.is_contiguous() or torch.empty_like(part, device="meta").stride() == part.stride()
+    return part.data_ptr() % 16 == 0 and has_no_gaps
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,0 +1,147 @@
+"""Copies between a flat buffer and the tensors whose pieces lie in it, by one kernel.
+
+By torch, every piece that lies apart is a launch. The kernel finds all pieces in a table on the device. The table stays. Only
+addresses are copied to the device again, if tensors have moved since the last step.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from ..kernels.schema import CopyBox
+from ..linalg import from_host
+from .grids import Grid, join_dims
+
+BLOCK = 4096  # elements of a tile, a power of two
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.int8: "int8", torch.uint8: "uint8"}
+
+Strides = tuple[int, ...]
+Layout = tuple[Strides, int]  # of a tensor: its strides, and its address modulo 16
+
+
+class Side(NamedTuple):
+    """Where a box begins in its tensor."""
+
+    tensor: int  # its number; the buffer is 0
+    remainder: int  # of its address
+    offset: int
+    strides: Strides
+
+
+class Launch(NamedTuple):
+    """Boxes that are copied together, because their rows are made of vectors of the same number of elements."""
+
+    tiles: Tensor  # the box of every tile
+    boxes: Tensor  # rows of CopyBox
+    vector: int
+
+
+@final
+class KernelCopies:
+    """Copies grids of tensors by a launch or two, into a flat buffer or out of it. ``keys`` are those of all tensors."""
+
+    def __init__(self, grids: Sequence[Grid], flat: Tensor, keys: Sequence[Any], *, into_flat: bool) -> None:
+        self._grids, self._flat, self._into_flat = grids, flat, into_flat
+        self._keys = {key: i for i, key in enumerate(keys)}
+        self._addresses: tuple[list[int], Tensor] = [], flat  # on the host and on the device
+        self._layouts: list[Layout] = [((), 0)] * len(keys)
+        self._vector = 0  # elements that are 16 bytes or more in both dtypes
+        self._launches: list[Launch] = []
+
+    def run(self, given: Mapping[Any, Tensor], only: Collection[Any] | None = None) -> bool:
+        """Copy all tensors, or some, unless their dtypes differ or are not covered. If one is missing, its part of the buffer
+        becomes zero. In a usual step all are there, nothing but addresses is new, and no loop is over grids."""
+        tensors = list(map(given.get, self._keys)) if only is None else [given[i] if i in only else None for i in self._keys]
+        there = [x for x in tensors if x is not None]
+        dtypes = {x.dtype for x in there}
+        if len(dtypes) != 1 or not {self._flat.dtype, *dtypes} <= DTYPES.keys() or any(map(Tensor.is_neg, there)):
+            return False
+        addresses = list(map(Tensor.data_ptr, there))
+        layouts = list(zip(map(Tensor.stride, there), [address & 15 for address in addresses], strict=True))
+        if len(there) < len(tensors):  # for one that has never been there, any layout will do
+            found = iter(layouts)
+            layouts = [last if x is None else next(found) for x, last in zip(tensors, self._layouts, strict=True)]
+            addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        to, source = (self._flat.dtype, *dtypes) if self._into_flat else (*dtypes, self._flat.dtype)
+        vector = 16 // min(to.itemsize, source.itemsize)
+        if (layouts, vector) != (self._layouts, self._vector):
+            self._layouts, self._vector = layouts, vector
+            self._launches = self._make_launches()
+        if addresses != self._addresses[0]:
+            self._addresses = addresses, from_host([self._flat.data_ptr(), *addresses], self._flat, torch.int64)
+        self._launch(DTYPES[to], DTYPES[source])
+        if not self._into_flat:  # kernels write behind autograd's back
+            torch.autograd.graph.increment_version(there)
+        return True
+
+    def _launch(self, to: str, source: str) -> None:
+        import triton.language as tl
+
+        from ..kernels import copies as kernels
+
+        fixed = {"TO": getattr(tl, to), "FROM": getattr(tl, source), "BLOCK": BLOCK, "num_warps": 8}
+        with torch.cuda.device_of(self._flat):  # type: ignore[no-untyped-call]
+            for tiles, boxes, vector in self._launches:
+                kernels.copy[len(tiles),](tiles, boxes, self._addresses[1], VECTOR=vector, **fixed)
+
+    def _make_launches(self) -> list[Launch]:
+        found = [box for grid in self._grids for box in self._boxes(grid)]
+        launches = []
+        for vector in (self._vector, 1):
+            some = [(box, count) for box, count, own in found if own == vector]
+            counts = torch.tensor([count for _, count in some], dtype=torch.int64, device="cpu")
+            firsts = (counts.cumsum(0) - counts).tolist()
+            boxes = torch.tensor(
+                [box._replace(first_tile=first) for (box, _), first in zip(some, firsts, strict=True)], device="cpu"
+            )
+            tiles = torch.arange(len(some), dtype=torch.int32, device="cpu").repeat_interleave(counts)
+            launches += [Launch(tiles.to(self._flat.device), boxes.to(self._flat.device), vector)] if some else []
+        return launches
+
+    def _boxes(self, grid: Grid) -> Iterator[tuple[CopyBox, int, int]]:
+        """As :meth:`_box`, for all boxes of a grid. There are several if it takes more than four dims."""
+        number, shape = self._keys[grid.key], grid.counts + grid.shape
+        strides, remainder = self._layouts[number]
+        offset, strides = grid.in_strides(strides or (0,) * len(grid.shape))
+        flat_strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        other, own = Side(1 + number, remainder, offset, strides), Side(0, self._flat.data_ptr() & 15, grid.offset, flat_strides)
+        target, source = (own, other) if self._into_flat else (other, own)
+        dims = join_dims(sorted(zip(shape, target.strides, source.strides, strict=True), key=lambda dim: -dim[1]))
+        outer, inner = dims[:-4], dims[-4:]
+        for index in product(*(range(size) for size, *_ in outer)) if grid.numel else ():
+            by = [sum(i * dim[side] for i, dim in zip(index, outer, strict=True)) for side in (1, 2)]
+            yield self._box(inner, target._replace(offset=target.offset + by[0]), source._replace(offset=source.offset + by[1]))
+
+    def _box(self, dims: Sequence[tuple[int, ...]], target: Side, source: Side) -> tuple[CopyBox, int, int]:
+        """A box of at most four dims, given by their sizes and both strides; its number of tiles, and the elements of a vector."""
+        (first, second, rows, columns), to, at = zip(*[(1, 0, 0)] * (4 - len(dims)), *dims, strict=True)
+        numbers = target.offset, source.offset, columns, *to[:3], *at[:3]
+        is_aligned = (
+            target.remainder == source.remainder == 0 and to[3] == at[3] == 1 and not any(x % self._vector for x in numbers)
+        )
+        shift = min((columns - 1).bit_length(), BLOCK.bit_length() - 1)
+        box = CopyBox(
+            target=target.tensor,
+            source=source.tensor,
+            first_tile=0,
+            tile_shift=shift,
+            second_size=second,
+            rows=rows,
+            columns=columns,
+            target_offset=target.offset,
+            target_first=to[0],
+            target_second=to[1],
+            target_row=to[2],
+            target_column=to[3],
+            source_offset=source.offset,
+            source_first=at[0],
+            source_second=at[1],
+            source_row=at[2],
+            source_column=at[3],
+        )
+        tiles = first * second * -(-rows // (BLOCK >> shift)) * -(-columns // (1 << shift))
+        return box, tiles, self._vector if is_aligned else 1
