@@ -30,7 +30,8 @@ DEFAULTS: dict[str, Any] = {
     "precondition_frequency": 10, "start_preconditioning_step": None,  # None: the frequency; math.inf: never
     "refresh_warmup": 0.1,  # roots are at most this part of all steps old; the default is off with a delay
     "refresh": "together", "refresh_delay": 0, "on_nonfinite": "skip",
-    "root_dtype": None, "factors": "full",  # the name of what roots are rounded to; how factors are kept, of no effect here
+    "root_dtype": None, "filter_dtype": None,  # the names of what roots and the filtered gradient are rounded to
+    "factors": "full",  # how factors and roots are kept, of no effect here
 }
 # fmt: on
 EPS = {"relative": {"kl": 1e-4, "soap": 1e-8, "shampoo": 1e-4}, "absolute": {"kl": 1e-6, "soap": 1e-8, "shampoo": 1e-12}}
@@ -45,6 +46,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "refresh": ("together", "staggered"),
     "on_nonfinite": ("skip",),
     "root_dtype": (None, "float64", "float32", "bfloat16", "float16"),
+    "filter_dtype": (None, "float32", "bfloat16"),
     "factors": ("full", "packed"),
 }
 
@@ -466,6 +468,8 @@ class Reference:
             return g
         g_bar: Tensor = beta3 * block.m + (1 - beta3) * g
         block.m = beta1 * block.m + (1 - beta1) * g
+        if self.options["filter_dtype"]:
+            block.m = block.m.to(getattr(torch, self.options["filter_dtype"])).to(g.dtype)
         if self.options["bias_correction"]:
             g_bar = g_bar / (1 - beta3 * beta1 ** (t - 1))
         return g_bar

@@ -209,6 +209,7 @@ WALKED = {
     "master_weights": False,
     "state_dtype": "float32",
     "root_dtype": None,
+    "filter_dtype": None,
     "factors": "full",
 }
 

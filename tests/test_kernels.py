@@ -10,7 +10,7 @@ import torch
 from interpreted import ROOT, run_interpreted
 
 import lather
-from lather import roots
+from lather import linalg, roots
 from lather.compute import kernel_executor, slices
 from lather.roots import products, track
 from lather.storage.copies import KernelCopies
@@ -22,7 +22,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @needs_triton
 def test_other_kernels_under_the_interpreter():
     """The executor's are in another file, so that another worker can run them."""
-    run_interpreted("test_copies.py", "test_products.py", "test_polar.py", "test_track.py", "test_travel.py")
+    run_interpreted("test_copies.py", "test_packed.py", "test_products.py", "test_polar.py", "test_track.py", "test_travel.py")
 
 
 def test_no_kernels_are_left_out():
@@ -43,11 +43,11 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lather.kernels import copies, dense, step
+    from lather.kernels import copies, dense, packed, step
 
     kinds = {
         torch.float32: "*fp32", torch.float64: "*fp64", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32",
-        torch.uint8: "*u8",
+        torch.uint8: "*u8", torch.bfloat16: "*bf16",
     }  # fmt: skip
     seen, loaded_ahead, in_vectors, small = set(), set(), [], gpu != 90  # elsewhere those that need memory are looked at only
 
@@ -84,8 +84,9 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
         ([(256, 128), (9,)], {"momentum": 0.5, "root": "eigh"}),
         ([(8, 8, 3)], {"merge_dims": False, "root": "eigh"}),
         ([(8, 16)], {"preconditioner": "spectral", "graft": None}),
+        ([(256, 128)], {"factors": "packed", "filter_dtype": "bfloat16", "root": "eigh"}),
     )
-    for shapes, options in models[: 1 if small else 3]:
+    for shapes, options in models[: 1 if small else 4]:
         params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
         opt = lather.Shampoo(params, precondition_frequency=1, **options)
         for p in params:
@@ -103,6 +104,9 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     assert {"gram", "symmetric"} <= loaded_ahead  # or what they take would say nothing
     if small:
         return
+    monkeypatch.setattr(linalg, "has_kernels", lambda device: True)
+    for dtype, d in ((torch.float32, 256), (torch.bfloat16, 33)):
+        linalg.unpack(linalg.pack(torch.ones(1, d, d)).to(dtype), torch.float32)
     monkeypatch.setattr(track, "has_kernels", lambda device: True)
     for d in (256, 40, 33):  # with a last tile that is whole, of half the width, and of one column
         track.cholesky_qr(torch.ones(1, d, d), 1.0)
@@ -113,7 +117,7 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     assert in_vectors == 5 * [True, False]
     assert seen == {
         name
-        for module in (copies, dense, step)
+        for module in (copies, dense, packed, step)
         for name, x in vars(module).items()
         if isinstance(x, triton.runtime.JITFunction) and x.__module__ == module.__name__ and name[0] != "_"
     }

@@ -6,6 +6,7 @@ on whether a matrix begins at a multiple of 64 bytes. So multiply stacks by :fun
 and decompose them by :func:`factorize`, which takes matrices with other sides one by one.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
@@ -15,7 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .kernels import has_kernels
+
 ALIGNED = 64  # bytes
+TILE = 64  # side of the tiles that a kernel packs and unpacks
 SIDE = 4  # a matrix of float32 or float64 whose sides are multiples of it takes a multiple of ALIGNED bytes
 SMALLEST_RIDGE = 1e-30  # far below any ridge that matters; its inverse and products of roots are still finite in float32
 
@@ -82,14 +86,70 @@ def gram_diagonal(x: Tensor, mode: int, scale: float = 1.0) -> Tensor:
     return found if scale == 1 else found.mul_(scale)
 
 
+# Symmetric matrices may be packed: kept as lower triangles ``[n, 1, d (d + 1) / 2]``, row by row.
+
+
+def is_packed(x: Tensor) -> bool:
+    """Whether a stack is made of lower triangles, and not of matrices ``[n, d, d]`` or diagonals ``[n, d]``."""
+    return x.dim() == 3 and x.shape[1] != x.shape[2]
+
+
+def side_of(x: Tensor) -> int:
+    """``d`` of matrices, packed or not, or of diagonals.
+
+    >>> side_of(pack(torch.eye(7)[None]))
+    7
+    """
+    return (math.isqrt(8 * x.shape[-1] + 1) - 1) // 2 if is_packed(x) else x.shape[-1]
+
+
+def first_of(x: Tensor) -> Tensor:
+    """``[n]``: the first element of matrices, packed or not, or of diagonals."""
+    return x.flatten(1)[:, 0]
+
+
+def fill_diagonal_(x: Tensor, value: float) -> None:
+    """Set the diagonal of matrices, packed or not, or all of diagonals."""
+    if is_packed(x):
+        i = torch.arange(side_of(x), device=x.device)
+        x.view(len(x), -1)[:, i * (i + 3) // 2] = value
+    else:
+        (x.diagonal(dim1=1, dim2=2) if x.dim() == 3 else x).fill_(value)
+
+
 def pack(a: Tensor) -> Tensor:
-    """Lower triangles of ``[n, d, d]``, row by row: ``[n, d (d + 1) / 2]``."""
-    return a.flatten(1).index_select(1, _lower(a.shape[-1], a.device))
+    """Lower triangles of ``[n, d, d]``: ``[n, 1, d (d + 1) / 2]``."""
+    d = a.shape[-1]
+    if packs_by_kernels(d, a.device):
+        return _moved("pack", a, (1, d * (d + 1) // 2), a.dtype)
+    return a.flatten(1).index_select(1, _lower(d, a.device)).unsqueeze(1)
 
 
-def unpack(packed: Tensor, d: int) -> Tensor:
-    """The symmetric matrices ``[n, d, d]`` with these lower triangles."""
-    return packed.index_select(1, _mirrored(d, packed.device)).view(-1, d, d)
+def unpack(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The matrices ``[n, d, d]`` of a stack that is packed or not, in a dtype. Diagonals ``[n, d]`` stay as they are."""
+    dtype = dtype or x.dtype
+    if not is_packed(x):
+        return x.to(dtype)
+    d = side_of(x)
+    if packs_by_kernels(d, x.device):
+        return _moved("unpack", x, (d, d), dtype)
+    return x.to(dtype).flatten(1).index_select(1, _mirrored(d, x.device)).view(-1, d, d)  # a CPU is slow at picking 16 bits
+
+
+def packs_by_kernels(d: int, device: torch.device) -> bool:
+    """Whether kernels, which count in 32 bits, pack matrices of this side. They need no tables."""
+    return d < 1 << 15 and has_kernels(device)
+
+
+def _moved(kernel: str, x: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    from .kernels import packed
+
+    found, d = torch.empty(len(x), *shape, dtype=dtype, device=x.device), side_of(x)
+    if len(x):
+        tiles = -(-d // TILE)
+        launch = getattr(packed, kernel)[len(x), tiles, tiles]
+        launch(x.contiguous(), found, d, EVEN=d % 16 == 0, SIDE=TILE, num_warps=8)
+    return found
 
 
 @cache  # kept on the device, as in positions

@@ -98,6 +98,7 @@ class Shampoo(torch.optim.Optimizer):
         master_weights: bool = False,
         state_dtype: str | torch.dtype = "float32",
         root_dtype: str | torch.dtype | None = None,
+        filter_dtype: str | torch.dtype | None = None,
         factors: str = "full",
         blocks: str = "global",
         communication_dtype: str | torch.dtype | None = None,

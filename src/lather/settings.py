@@ -228,6 +228,7 @@ def _hyper(group: Group) -> Hyper:
         packed=group["factors"] == "packed",
         state_dtype=state_dtype,
         root_dtype=getattr(torch, group["root_dtype"] or group["state_dtype"]),
+        filter_dtype=getattr(torch, group["filter_dtype"] or group["state_dtype"]),
         compute_dtype=torch.promote_types(state_dtype, torch.float32),
         graft_beta2=float(graft_beta2 if graft_beta2 is not None else 0.999 if beta2 == 1 else beta2),
         **{name: group[name] for name in (*same, "polar", "polar_scale", "graft_eps")},
@@ -294,6 +295,7 @@ def _without_effect(group: Group) -> dict[str, str]:
     averaging, never = group["averaging"], _never(group)
     rows = [
         ("beta3", group["betas"][0] == 0, "without betas[0] > 0"),
+        ("filter_dtype", group["betas"][0] == 0, "without betas[0] > 0"),
         ("dampening", group["momentum"] == 0, "without momentum > 0"),
         ("nesterov", group["momentum"] == 0, "without momentum > 0"),
         ("averaging_beta", averaging is None, "without averaging"),

@@ -406,6 +406,16 @@ def test_rounded_roots(base: str, kept: str) -> None:
     assert {x.dtype for s in exact.opt.state.values() for k, x in s.items() if k[0] == "X"} == {getattr(torch, kept)}
 
 
+@pytest.mark.parametrize("base", BASES)
+def test_a_rounded_filter(base: str) -> None:
+    """As with rounded roots."""
+    options = BASES[base] | {"filter_dtype": "bfloat16"}
+    exact = Race([(ZOO, options)], torch.float64)
+    assert exact.run(keep=0.8) <= 1e-12
+    assert Race([(ZOO, options)]).run(keep=0.8) <= 1e-2
+    assert {x.dtype for s in exact.opt.state.values() for k, x in s.items() if k[0] == "m"} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("graft", GRAFTS)
 def test_the_papers_eps_where_factors_have_full_rank(graft: str | None) -> None:
     """By the first refresh every factor has seen more columns than it has rows, so eps = 1e-12 decides nothing."""

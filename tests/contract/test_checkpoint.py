@@ -97,6 +97,7 @@ CASES: list[dict[str, Any]] = [
     {"state_dtype": torch.float64, "root": lather.Qr(iterations=2), "batch_dims": 0},
     {"factors": "packed", "large_dim": "diagonal", "refresh": "staggered"},
     {"root_dtype": "bfloat16", "momentum": 0.9},
+    {"root_dtype": "bfloat16", "filter_dtype": "bfloat16", "factors": "packed", "graft": "constant"},
     {"refresh_delay": 2},
     {"refresh_warmup": 0.1},
     {"refresh_warmup": 0.2, "exponent": None, "damping": "absolute", "beta3": None},
@@ -136,7 +137,8 @@ def test_resume(options: dict[str, Any], dtype: torch.dtype, k: int) -> None:
     kept = group["root_dtype"] or group["state_dtype"]
     for state in fresh.state.values():
         for key, v in state.items():
-            wanted = getattr(torch, kept if key[0] == "X" else group["state_dtype"])
+            own = {"X": kept, "m": group["filter_dtype"] or group["state_dtype"]} if "." in key else {}
+            wanted = getattr(torch, own.get(key[0], group["state_dtype"]))
             if key in ("x", "y", "z"):  # never of fewer bits than the parameter
                 wanted = torch.promote_types(wanted, dtype)
             assert key in ("step", "weight_sum") or v.dtype == wanted
@@ -621,7 +623,7 @@ def wrapped(saved: Any) -> None:
 
 
 GROUP = ("param_groups", 0)
-READ = "versions 1 to 2"
+READ = "versions 1 to 3"
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "missing block": (without("state", 0, "L0.1"), "L0.1.* weight"),
     "missing parameter": (without("state", 1), "step.* twin"),
@@ -640,7 +642,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "other root": (with_value("qr", *GROUP, "root"), "Q0"),
     "no filter": (with_value((0.0, 0.999), *GROUP, "betas"), r"m\.0"),
     "no momentum": (with_value(0.0, *GROUP, "momentum"), "momentum"),
-    "newer version": (with_value(3, "lather_version"), rf"version 3,.* {READ}; update lather"),
+    "newer version": (with_value(4, "lather_version"), rf"version 4,.* {READ}; update lather"),
     "version that is no number": (with_value("1.0", "lather_version"), rf"version '1\.0',.* {READ}; update lather"),
     "version that is nothing": (with_value(None, "lather_version"), rf"version None,.* {READ}; update lather"),
     "newer version in a group": (
@@ -683,7 +685,7 @@ STRUCTURE: dict[str, Any] = {
     "precondition_1d": True,
     "state_dtype": "bfloat16",
     "root_dtype": "bfloat16",
-    "factors": "packed",
+    "filter_dtype": "bfloat16",
 }
 
 
@@ -730,7 +732,7 @@ def test_a_checkpoint_without_steps_resets_them() -> None:
 def test_a_checkpoint_has_a_version() -> None:
     _, opt, _, _ = pair(2)
     saved = through_file(opt.state_dict())
-    assert saved["lather_version"] == checkpoint.VERSION == 1 + len(checkpoint.UPGRADES) == 2
+    assert saved["lather_version"] == checkpoint.VERSION == 1 + len(checkpoint.UPGRADES) == 3
     assert saved.keys() == {"state", "param_groups", "lather_version"}
 
 
@@ -773,15 +775,49 @@ def test_an_option_that_is_lacking_has_the_value_it_had(monkeypatch: pytest.Monk
 
 
 def test_an_option_that_is_lacking_decides_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(OPTIONS, "factors", replace(OPTIONS["factors"], before="full"))
-    _, opt, _, fresh = pair(4)
+    monkeypatch.setitem(OPTIONS, "root_dtype", replace(OPTIONS["root_dtype"], before="float32"))
+    _, opt, _, fresh = pair(4, root_dtype="float32")
     saved = opt.state_dict()
-    del saved["param_groups"][0]["factors"]
+    del saved["param_groups"][0]["root_dtype"]
     fresh.load_state_dict(saved)
     assert_same(snapshot(fresh), snapshot(opt))
-    _, _, _, packed = pair(4, factors="packed")
-    with pytest.raises(ValueError, match=r"saved with factors='full' but .* factors='packed'.*construct it with"):
-        packed.load_state_dict(saved)
+    _, _, _, rounded = pair(4, root_dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"saved with root_dtype='float32' but .* root_dtype='bfloat16'.*construct it with"):
+        rounded.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("kinds", [("full", "packed"), ("packed", "full")], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"large_dim": "diagonal", "precondition_1d": True}, {"refresh_delay": 2}, {"preconditioner": "soap", "graft": None}],
+    ids=str,
+)
+def test_packed_or_not_it_can_be_loaded(kinds: tuple[str, str], options: dict[str, Any]) -> None:
+    """An optimizer keeps factors and roots in its own form, and goes on with the same bits. The file stays as it is."""
+    (_, opt, _, _), (_, _, _, other) = (pair(4, factors=kind, **options) for kind in kinds)
+    saved = opt.state_dict()
+    before = copy.deepcopy(saved)
+    shapes = {key: value.shape for state in other.state_dict()["state"].values() for key, value in state.items()}
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["factors"] == kinds[1]
+    assert {key: value.shape for state in other.state.values() for key, value in state.items()} == shapes
+    torch.testing.assert_close(saved["state"], before["state"], rtol=0, atol=0)
+    assert saved["param_groups"] == before["param_groups"]
+    train(opt, 6, 4)
+    train(other, 6, 4)
+    assert all(map(torch.equal, all_params(other), all_params(opt)))
+    back = pair(4, factors=kinds[0], **options)[3]
+    back.load_state_dict(through_file(other.state_dict()))
+    assert_same([state for _, state in snapshot(back)], [state for _, state in snapshot(opt)])
+
+
+def test_a_triangle_of_another_size_does_not_fit() -> None:
+    _, opt, _, fresh = pair(4, factors="packed")
+    saved = opt.state_dict()
+    entry = next(entry for entry in saved["state"].values() if "L0.0" in entry)
+    entry["L0.0"] = entry["L0.0"][:, :-1].clone()
+    with pytest.raises(ValueError, match="another shape when it was saved"):
+        fresh.load_state_dict(saved)
 
 
 def renamed(state: dict[Any, Any], groups: list[dict[str, Any]]) -> None:

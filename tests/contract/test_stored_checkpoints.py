@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import lather
+from lather.linalg import side_of
 from lather.runtime.checkpoint import VERSION
 
 FILES = sorted(make.FOLDER.glob("*.pt"))
@@ -69,7 +70,7 @@ SIDES = {1: [26, 25], 16: [32, 19]}  # of the dimension of size 51, by block_mul
 
 def sides(opt: lather.Shampoo) -> list[int]:
     (state,) = (entry for entry in opt.state.values() if "L0.1" in entry)
-    return [len(value) for key, value in state.items() if key.startswith("L0.")]
+    return [side_of(value[None]) for key, value in state.items() if key.startswith("L0.")]
 
 
 def test_a_new_optimizer_takes_over_the_older_blocks_and_options() -> None:
@@ -124,11 +125,11 @@ def test_an_optimizer_that_has_started_refuses_other_blocks() -> None:
     assert sides(opt) == SIDES[1] and all(entry["step"] == make.SAVED for entry in opt.state.values())
 
 
-@pytest.mark.parametrize("name", ["max_preconditioner_dim", "factors", "graft"])
+@pytest.mark.parametrize("name", ["max_preconditioner_dim", "root_dtype", "graft"])
 def test_no_other_structure_is_taken_over(name: str) -> None:
     model, _ = make.build("cut")
     options: dict[str, Any] = {"max_preconditioner_dim": 40} | {
-        name: {"max_preconditioner_dim": 20, "factors": "packed", "graft": "sgd"}[name]
+        name: {"max_preconditioner_dim": 20, "root_dtype": "bfloat16", "graft": "sgd"}[name]
     }
     opt = lather.Shampoo(list(model.named_parameters()), **options)
     with pytest.raises(ValueError, match=f"{name}=.*construct it with {name}="):

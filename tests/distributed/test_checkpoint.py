@@ -187,8 +187,10 @@ def test_consolidated_small_state(checkpoints: Checkpoints) -> None:
     one, two = (torch.load(checkpoints(saving.consolidate, way, case), weights_only=True)["opt"] for way in ("one", "ddp2"))
     torch.testing.assert_close(two["state"], one["state"], rtol=0, atol=0)
     cases.assert_same(parameters([saving.resume_file("one", case, path)]), cases.alone(case))
-    with pytest.raises(ValueError, match="factors='packed'"):
-        saving.try_loading("one", cases.changed(case, factors="full"), path)
+    whole = cases.changed(case, factors="full")
+    cases.assert_same(parameters([saving.resume_file("one", whole, path)]), cases.alone(case))
+    with pytest.raises(ValueError, match="root_dtype='bfloat16'"):
+        saving.try_loading("one", cases.changed(case, root_dtype="float16"), path)
 
 
 @pytest.mark.parametrize("target", ["one", "ddp2", "fsdp3"])

@@ -10,6 +10,8 @@ import pytest
 import torch
 from paper import PAPER, TODAY
 
+from lather.presets.from_torch import SMALL
+
 from . import cases
 from .cases import BASE, LAYOUTS, MANY, Case, Options
 from .harness import Pools
@@ -43,6 +45,7 @@ CASES: dict[str, Case] = {
     "bfloat16 state": Case({"state_dtype": "bfloat16"} | MOMENTUM),
     "bfloat16 roots": Case({"root_dtype": "bfloat16"}),
     "packed": Case({"factors": "packed", "refresh": "staggered"}, gaps=True),
+    "low memory": Case(SMALL, gaps=True),
     "warmed up": Case({"refresh_warmup": 0.3, "refresh": "staggered"}, gaps=True),
     "delayed": Case({"refresh_delay": 2, "refresh": "staggered"}, gaps=True),
     "track": Case({"root": "track"}, gaps=True),

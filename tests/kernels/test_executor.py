@@ -18,6 +18,7 @@ from lather.compute import slices
 from lather.compute.kernel_executor import KernelExecutor
 from lather.compute.slices import Window, scratch_sizes
 from lather.compute.torch_executor import TorchExecutor
+from lather.presets.from_torch import SMALL
 from lather.roots import polar
 from lather.storage.buffers import Scratch
 from lather.storage.step import Stored
@@ -537,6 +538,21 @@ def test_parameters_of_half_the_size(dtype):
         for p, q in zip(params, twin.params, strict=True):
             torch.testing.assert_close(p.detach().double(), q, rtol=torch.finfo(dtype).eps, atol=1e-6)
     assert all(t.dtype == torch.float32 for bank in opt._session.run.banks for t in bank.state.values() if t.is_floating_point())
+
+
+@pytest.mark.parametrize("options", [{"weight_decay": 0.1}, AHEAD | SMALL, {"preconditioner": None}], ids=str)
+def test_a_filter_of_half_the_size(options):
+    """It is rounded once a step, by the interpreter towards zero. Directions are made of what it was before that."""
+    params = parameters(WHOLE)
+    opt, twin = pair(params, **options | {"filter_dtype": "bfloat16", "root_dtype": None})
+    for step in range(1, 4):
+        take(opt, params, gradients(step, WHOLE))
+        twin.step(gradients(step, WHOLE))
+        assert_close(params, twin.params, 1e-6 if step == 1 else 1e-2)
+        for p, blocks in zip(params, twin.blocks, strict=True):
+            m, expected = opt.state[p]["m.0"], blocks[0].m.view(opt.state[p]["m.0"].shape)
+            assert m.dtype == torch.bfloat16
+            torch.testing.assert_close(m.double(), expected.double(), rtol=step * torch.finfo(m.dtype).eps, atol=step * 1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -213,7 +213,8 @@ def test_the_filter(options: str, beta3: float | None, dtype: torch.dtype) -> No
     parts = [Case("graft sgd", "matrix", options, dtype, [i]) for i in range(3)]
     for case in (whole, *parts):
         case.hyper = replace(case.hyper, beta3=case.hyper.beta1 if beta3 is None else beta3)
-        case.state = init_filter(case.stack)
+        case.hyper = replace(case.hyper, filter_dtype=dtype)
+        case.state = init_filter(case.stack, case.hyper)
     for t, alive in enumerate([(1, 1, 1), (1, 0, 1), (1, 1, 1)]):
         before = whole.copy()
         out = filter_gradient(whole.state, whole.gradient(t, alive), whole.context(t, alive))

@@ -100,7 +100,7 @@ def initial_state(key: BankKey, stack: Stack, settings: Settings) -> State:
     if method := settings.method_of(key.kind):
         state |= method.init(stack, settings.hyper)
     if settings.hyper.beta1 > 0:
-        state |= init_filter(stack)
+        state |= init_filter(stack, settings.hyper)
     return state | settings.graft_of(key.kind).init(stack, settings.hyper)
 
 

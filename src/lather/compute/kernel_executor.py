@@ -37,7 +37,7 @@ class Variant(NamedTuple):
     """What kernels are compiled for, and graphs captured for."""
 
     filtered: bool
-    looks_ahead: bool  # whether the filtered gradient differs from the filter's memory
+    looks_ahead: bool  # whether the filtered gradient differs from the filter's memory, at least before that is rounded
     second: bool  # whether the graft has a second moment
     coupled: bool  # whether decay is part of the gradient
     graft: bool
@@ -51,6 +51,7 @@ class Variant(NamedTuple):
     grad: torch.dtype
     param: torch.dtype
     root: torch.dtype
+    kept: torch.dtype  # of the filter's memory
     numbers: Hashable  # of torch's operations, which graphs hold too
 
     @property
@@ -228,6 +229,7 @@ class KernelExecutor(Executor[Seen]):
             grad=sources.dtype,
             param=sources.params[0].dtype if sources.params else torch.float32,
             root=hyper.root_dtype,
+            kept=hyper.filter_dtype,
             numbers=(hyper.beta2, hyper.eps) if self._torch_takes_in else (hyper.polar, hyper.polar_scale, hyper.bias_correction),
         )
 
@@ -303,6 +305,7 @@ class KernelExecutor(Executor[Seen]):
         slots = {"alive": b.alive, "scale": b.scale, "corrections": b.corrections, "n": self.n, "UNIFORM": v.uniform}
         copies = {"plain": self._memory.get("plain"), "filtered": self._memory.get("filtered"), "plane": self._plane}
         made = {"FILTER": v.filtered, "LOOKS_AHEAD": v.looks_ahead, "SECOND": v.second, "PLAIN": v.plain, "HALVES": v.halves}
+        made |= {"KEPT": _type(v.kept)}
         if self.method and self.method.judges:  # it needs the gradients as they are, before anything is averaged
             only = made | {"FILTER": False, "LOOKS_AHEAD": False, "SECOND": False}
             tables.launch(kernels.average, {**reading, **slots, **copies, **only}, tables.graft_sums)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .. import roots
-from ..linalg import per_slot, positions, power, symmetrize
+from ..linalg import is_packed, pack, per_slot, positions, power, symmetrize
 from ..methods import Context, Kronecker, State
-from ..methods.shampoo import diagonal_of, factor_correction, factors_of, index_of, is_full, modes_of, refreshed, ridge_of, write
+from ..methods.shampoo import elements_of, factor_correction, factors_of, index_of, is_full, modes_of, refreshed, ridge_of, write
 from .background import Background
 from .graphs import side_by_side
 
@@ -94,7 +94,7 @@ def is_capturable(due: Sequence[Due]) -> bool:
 
 def cut_into_batches(due: Sequence[Due]) -> list[dict[int, Due]]:
     """What is due, by its number, in batches of bounded size. A slot stays whole."""
-    sizes = [max(1, sum(refreshed(job.state, i)[0].numel() for i in modes_of(job.state))) for job in due]
+    sizes = [max(1, sum(elements_of(job.state, i) for i in modes_of(job.state))) for job in due]
     everything = sum(size * len(job.ctx.alive) for size, job in zip(sizes, due, strict=True))
     room = most = min(LARGEST, max(SMALLEST, everything // 4))
     batches: list[dict[int, Due]] = [{}]
@@ -155,7 +155,7 @@ class _Side:
         self.mode, self.job, self.index, self.hyper, self.e = mode, job, index, job.ctx.hyper, job.exponent
         self.target = refreshed(job.state, mode)  # what this is a refresh of
         correction = factor_correction(job.ctx)
-        a = factors_of(job.state, mode, index, self.target).to(job.ctx.alive.dtype)
+        a = factors_of(job.state, mode, index, job.ctx.alive.dtype)
         if isinstance(correction, Tensor):
             correction = (correction[index] if correction.dim() else correction).to(a.dtype)
         self.a = a / per_slot(correction, a)
@@ -198,7 +198,7 @@ def _put(method: Kronecker, job: Due, index: slice | Tensor, alive: Tensor, side
         for role, value in side.fresh.items():
             old = state[f"{role}{side.mode}"]
             if old is side.target:
-                new[side.mode] = value
+                new[side.mode] = pack(value) if is_packed(old) else value
             else:
                 write(old, index, value, ok & alive)
     if job.ctx.hyper.refresh_delay:
@@ -214,7 +214,8 @@ def _survives(fresh: State, kept: torch.dtype) -> Tensor | bool:
     if "X" not in fresh or fresh["X"].dtype == kept:
         return True
     rounded = fresh["X"].to(kept)
-    return rounded.isfinite().flatten(1).all(1) & diagonal_of(rounded).ne(0).all(1)
+    diagonal = rounded.diagonal(dim1=1, dim2=2) if rounded.dim() == 3 else rounded
+    return rounded.isfinite().flatten(1).all(1) & diagonal.ne(0).all(1)
 
 
 def _identity_like(a: Tensor) -> Tensor:

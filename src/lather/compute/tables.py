@@ -22,7 +22,7 @@ from .slices import SIDE, THIN_SIDE, BoundSlice
 BLOCK = 4096  # elements of a tile
 REDUCE = 128  # tiles of a slot that are added up at a time
 CHUNK = 4096  # rows times columns of a ThinChunk
-FLOAT, HALF = 4, 2  # bytes
+HALF = 2  # bytes
 ORDER = Alignment.CONTIGUOUS, Alignment.ROWS, Alignment.SCATTERED  # of tiles in their table
 
 
@@ -141,9 +141,9 @@ def _beginnings(parts: Sequence[BoundSlice], halves: Tensor) -> list[_Beginning]
 def _blocks(begin: _Beginning) -> Iterator[Tile]:
     """The first tile of every slot."""
     part = begin.part
-    filter_, moment = (part.state[role].data_ptr() if role in part.state else 0 for role in ("m", "v"))
+    addresses = [[each.data_ptr() for each in part.state[role]] if role in part.state else [0] * part.n for role in ("m", "v")]
     columns, padded, third = (part.shape[1], part.half_shape[2], part.third_size) if part.kernel_factors else (1, 1, 1)
-    for i, (tensor, window) in enumerate(zip(part.tensor_indices, part.windows, strict=True)):
+    for i, (tensor, window, filter_, moment) in enumerate(zip(part.tensor_indices, part.windows, *addresses, strict=True)):
         (_, middle_size, inner_size), (outer_stride, middle_stride, inner_stride) = window.in_three_dims()
         yield Tile(
             slot=begin.first_slot + i,
@@ -157,8 +157,8 @@ def _blocks(begin: _Beginning) -> Iterator[Tile]:
             middle_stride=middle_stride,
             inner_stride=inner_stride,
             flat_offset=begin.flat_offset + i * part.numel,
-            filter_address=filter_ and filter_ + FLOAT * i * part.numel,
-            moment_address=moment and moment + FLOAT * i * part.numel,
+            filter_address=filter_,
+            moment_address=moment,
             half_address=begin.halves_of(i) if part.kernel_factors else 0,
             columns=columns,
             padded_columns=padded,

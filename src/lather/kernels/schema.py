@@ -56,7 +56,7 @@ class Tile(NamedTuple):
     middle_stride: int
     inner_stride: int
     flat_offset: int  # from the start of a flat buffer to the first element of the block
-    filter_address: int  # of the block's filtered gradient (float32)
+    filter_address: int  # of the block's filtered gradient (float32 or bfloat16)
     moment_address: int  # of the second moment of the block's graft (float32)
     half_address: int  # of the block's gradient in halves, if kernels update its factors
     columns: int  # of the block in halves, without padding

@@ -119,12 +119,13 @@ def average(
     tiles, grads, weights, alive, scale, partial, plain, filtered, corrections, n, numbers, plane,
     FILTER: tl.constexpr, LOOKS_AHEAD: tl.constexpr, SECOND: tl.constexpr, PLAIN: tl.constexpr, HALVES: tl.constexpr,
     UNIFORM: tl.constexpr, COUPLED: tl.constexpr, ALIGNED: tl.constexpr, GRAD: tl.constexpr, PARAM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    KEPT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Take in gradients: ``m <- m + filter_take (g - m)`` and ``v <- moment_keep v + moment_take g^2``.
 
     ``partial[tile]`` becomes the sum of squares of the graft's direction, ``plain`` the gradient (``PLAIN``). The filtered gradient
-    is the new ``m``. If it ``LOOKS_AHEAD`` it is another mixture of ``m`` and ``g``, and goes into ``filtered``. The scaled
+    is the new ``m``. If it ``LOOKS_AHEAD`` it is another mixture of ``m`` and ``g``, or ``m`` before it is rounded to the dtype
+    that it is ``KEPT`` in, and goes into ``filtered``. The scaled
     gradient goes into halves: ``HALVES`` says how many numbers of 16 bits, and low halves lie ``plane`` elements behind high ones.
     A slot that is not alive keeps its state, and its gradient counts as zero.
     """
@@ -157,17 +158,17 @@ def average(
     first, second = _corrections(numbers, corrections, slot, n, UNIFORM)
     u = g
     if FILTER:
-        at = in_state(row, FILTER_ADDRESS, index, ALIGNED)
-        old = tl.load(at, inside, 0.0)
+        at = in_state(row, FILTER_ADDRESS, index, ALIGNED, KEPT)
+        old = tl.load(at, inside, 0.0).to(tl.float32)
         u = old + _number(numbers, FILTER_TAKE) * (g - old)
-        tl.store(at, tl.where(on, u, old), inside)
+        tl.store(at, tl.where(on, u, old).to(KEPT), inside)
         if LOOKS_AHEAD:
             u = old + _number(numbers, DIRECTION_TAKE) * (g - old)
             tl.store(at_offset(filtered, tl.load(row + FLAT_OFFSET) + index, ALIGNED), u, inside)
         u = u / first
     v = u
     if SECOND:
-        at = in_state(row, MOMENT_ADDRESS, index, ALIGNED)
+        at = in_state(row, MOMENT_ADDRESS, index, ALIGNED, tl.float32)
         old = tl.load(at, inside, 0.0).to(tl.float32)
         v = _number(numbers, MOMENT_KEEP) * old + _number(numbers, MOMENT_TAKE) * (g * g)
         v = tl.where(on, v, old)
@@ -238,13 +239,13 @@ def apply(
         p = factor * tl.load(at_offset(flat, at, ALIGNED), inside, 0.0)
     else:
         if IN_STATE:
-            u = tl.load(in_state(row, FILTER_ADDRESS, index, ALIGNED), inside, 0.0).to(tl.float32)
+            u = tl.load(in_state(row, FILTER_ADDRESS, index, ALIGNED, tl.float32), inside, 0.0).to(tl.float32)
         else:
             u = tl.load(at_offset(filtered, at, ALIGNED), inside, 0.0)
         u = u / first
         v = u
         if SECOND:
-            v = tl.load(in_state(row, MOMENT_ADDRESS, index, ALIGNED), inside, 0.0).to(tl.float32)
+            v = tl.load(in_state(row, MOMENT_ADDRESS, index, ALIGNED, tl.float32), inside, 0.0).to(tl.float32)
         p = -factor * _own(u, v, second, _number(numbers, GRAFT_EPS), SECOND)
     p = tl.where(factor == factor, p, float("nan"))
     wrong = tl.max((inside & (p - p != 0)).to(tl.int32), 0)

@@ -56,9 +56,9 @@ def at_offset(start, offset, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def in_state(row, COLUMN: tl.constexpr, index, ALIGNED: tl.constexpr):
+def in_state(row, COLUMN: tl.constexpr, index, ALIGNED: tl.constexpr, DTYPE: tl.constexpr):
     """Pointers to elements ``index`` of a block's state, whose address is in a column of the table."""
-    return at_offset(tl.load(row + COLUMN).to(tl.pointer_type(tl.float32)), index, ALIGNED)
+    return at_offset(tl.load(row + COLUMN).to(tl.pointer_type(DTYPE)), index, ALIGNED)
 
 
 @triton.jit

@@ -30,6 +30,7 @@ class Hyper:
     packed: bool
     state_dtype: torch.dtype
     root_dtype: torch.dtype
+    filter_dtype: torch.dtype
     compute_dtype: torch.dtype
     polar: str
     polar_scale: str | None
@@ -38,8 +39,8 @@ class Hyper:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether the filtered gradient differs from what the filter remembers."""
-        return self.beta1 > 0 and self.beta3 != self.beta1
+        """Whether the filtered gradient differs from what the filter remembers, which may be rounded."""
+        return self.beta1 > 0 and (self.beta3 != self.beta1 or self.filter_dtype != self.compute_dtype)
 
 
 @dataclass(frozen=True)

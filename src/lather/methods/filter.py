@@ -3,13 +3,13 @@
 from torch import Tensor
 
 from ..linalg import bias_correction, ema_, per_slot
-from .base import Context, Stack, State
+from .base import Context, Hyper, Stack, State
 
 FILTER_ROLES, FILTER_SUMS = {"m": "filtered gradient"}, "m"  # as those of a transform
 
 
-def init_filter(stack: Stack) -> State:
-    return {"m": stack.zeros(*stack.shape)}
+def init_filter(stack: Stack, hyper: Hyper) -> State:
+    return {"m": stack.zeros(*stack.shape, dtype=hyper.filter_dtype)}
 
 
 def filter_gradient(state: State, grad: Tensor, ctx: Context) -> Tensor:

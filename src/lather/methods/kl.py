@@ -7,9 +7,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ..linalg import mode_product, norms, per_slot, power
+from ..linalg import fill_diagonal_, first_of, mode_product, norms, per_slot, power, unpack
 from .base import Context, Hyper, Stack, State
-from .shampoo import ROOT_OPTIONS, Kronecker, diagonal_of
+from .shampoo import ROOT_OPTIONS, Kronecker
 
 
 @final
@@ -37,7 +37,7 @@ class KL(Kronecker):
     def init(self, stack: Stack, hyper: Hyper) -> State:
         state = super().init(stack, hyper)
         for i in range(len(stack.shape)):
-            diagonal_of(state[f"X{i}"]).fill_(-1.0)
+            fill_diagonal_(state[f"X{i}"], -1.0)
         return state
 
     def exponent(self, hyper: Hyper, order: int) -> float:
@@ -45,7 +45,7 @@ class KL(Kronecker):
 
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> Tensor | None:
         rms = norms(grad) / math.sqrt(grad[0].numel())
-        begins = (diagonal_of(state["X0"])[:, 0] < 0) & (rms > 0)
+        begins = (first_of(state["X0"]) < 0) & (rms > 0)
         size = power(torch.where(begins, rms, 1.0)[:, None], 1 - 1 / (grad.dim() - 1))[:, 0]
         return super().accumulate(state, grad / per_slot(size.to(grad.dtype), grad), ctx)
 
@@ -53,7 +53,7 @@ class KL(Kronecker):
         others = [i for i in range(grad.dim() - 1) if i != mode]
         seen = grad
         for i in others:
-            seen = mode_product(seen, state[f"X{i}"].to(grad.dtype), i)
+            seen = mode_product(seen, unpack(state[f"X{i}"], grad.dtype), i)
         return seen, 1 / math.prod(grad.shape[1 + i] for i in others)
 
     def products(self, modes: Sequence[str]) -> int:

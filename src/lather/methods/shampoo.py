@@ -13,8 +13,10 @@ from ..linalg import (
     all_finite,
     bias_correction,
     ema_,
+    first_of,
     gram,
     gram_diagonal,
+    is_packed,
     largest_eigenvalue,
     mode_product,
     norms,
@@ -25,11 +27,13 @@ from ..linalg import (
     probe,
     relative_ridge,
     rotate,
+    side_of,
     unpack,
 )
 from .base import FULL, Context, Hyper, Method, Stack, State
 
 Index = slice | Tensor  # some slots of a stack
+AT_A_TIME = 1 << 23  # elements of roots that a GPU copies at a time: 32 MiB in float32, about what its cache holds
 ROOT_OPTIONS = frozenset({"root", "exponent", "exponent_multiplier", "damping", "root_device", "root_dtype", "factors"})
 ROOT_OPTIONS |= {"refresh", "refresh_warmup", "refresh_delay"}
 
@@ -45,8 +49,8 @@ class Kronecker(Method):
     State: factors ``L0, L1, ...``; roots ``X0, X1, ...`` in ``root_dtype``, which are not positive until the first refresh; and
     what the solver keeps for a warm start, such as a basis ``Q0``. Factors and roots are ``[n, d, d]``, or ``[n, d]`` if diagonal.
     A factor that is zero says nothing, and its root ``eps^(-e)`` would be far too large for the gradients to come: its block
-    keeps the roots that it has, or none. The first element of such a root is -1. With ``factors="packed"`` full factors are lower
-    triangles ``[n, d (d + 1) / 2]``. With ``refresh_delay``, roots wait as ``Y0, Y1, ...`` until they are put to use.
+    keeps the roots that it has, or none. The first element of such a root is -1. With ``factors="packed"`` full factors and roots
+    are lower triangles ``[n, 1, d (d + 1) / 2]``. With ``refresh_delay``, roots wait as ``Y0, Y1, ...`` until they are put to use.
     """
 
     # Facts; base.Method says what each means.
@@ -79,7 +83,7 @@ class Kronecker(Method):
         for i, (d, mode) in enumerate(zip(stack.shape, stack.modes, strict=True)):
             full = mode == FULL
             state[f"L{i}"] = first_factor(stack, d, hyper) if full else stack.zeros(d)
-            state[f"X{i}"] = stack.zeros(*((d, d) if full else (d,)), dtype=hyper.root_dtype)
+            state[f"X{i}"] = torch.zeros_like(state[f"L{i}"], dtype=hyper.root_dtype)
             if full:
                 warm = self.solver(hyper, stack.device, len(stack.shape)).init(stack.n, d, stack.dtype, stack.device)
                 state |= {f"{role}{i}": value for role, value in warm.items()}
@@ -91,9 +95,8 @@ class Kronecker(Method):
         new: dict[str, Tensor] = {}
         for i in modes_of(state):
             x, scale = self.factor_input(state, grad, i)
-            full = refreshed(state, i).dim() == 3
-            found = gram(x, i, scale) if full else gram_diagonal(x, i, scale)
-            new[f"L{i}"] = pack(found) if full and state[f"L{i}"].dim() == 2 else found
+            found = gram(x, i, scale) if is_full(state, i) else gram_diagonal(x, i, scale)
+            new[f"L{i}"] = pack(found) if is_packed(state[f"L{i}"]) else found
         takes, alive, beta2 = None, ctx.alive, ctx.hyper.beta2
         if self.judges:
             takes = torch.stack([all_finite(value) for value in new.values()]).all(0)
@@ -106,20 +109,23 @@ class Kronecker(Method):
         return takes
 
     def ready(self, state: State) -> Tensor:
-        root = state["X0"]  # positive definite once it is computed, so its first element tells
-        return root[:, 0] > 0 if root.dim() == 2 else root[:, 0, 0] > 0
+        return first_of(state["X0"]) > 0  # positive definite once it is computed, so its first element tells
 
     def apply(self, state: State, u: Tensor, ctx: Context, out: Tensor | None = None) -> Tensor:
         order = u.dim() - 1
         if self.exponent(ctx.hyper, order) == 0:
             return u if out is None else out.copy_(u)
-        found = [state[f"X{i}"] for i in range(order)]
-        if order > 2 and all(root.dim() == 3 for root in found):
+        if u.is_cuda and (most := at_a_time(state, u)) < len(u):
+            out = torch.empty_like(u) if out is None else out
+            for some in (slice(first, first + most) for first in range(0, len(u), most)):
+                self.apply({role: x[some] for role, x in state.items()}, u[some], ctx, out[some])
+            return out
+        if order > 2 and all(state[f"L{i}"].dim() == 3 for i in range(order)):
             for i in reversed(range(order)):  # each brings its mode to the front, so nothing has to be transposed
-                u = rotate(u, found[i].to(u.dtype), None if i else out)
+                u = rotate(u, unpack(state[f"X{i}"], u.dtype), None if i else out)
             return u
-        for i, root in enumerate(found):
-            u = mode_product(u, root.to(u.dtype), i, out if i == order - 1 else None)
+        for i in range(order):
+            u = mode_product(u, unpack(state[f"X{i}"], u.dtype), i, out if i == order - 1 else None)
         return u
 
     # A refresh. What is due is collected, and solved by size, in compute/refresh.py.
@@ -132,13 +138,13 @@ class Kronecker(Method):
         ridge = roots.Relative(hyper.eps) if hyper.relative_damping else hyper.eps
         root = roots.rescue(a, e, ridge, warm) if exact else roots.solve(solver, a, e, ridge, warm)
         first = root.value[:, 0, 0]
-        first.copy_(torch.where(diagonal_of(a).any(1), first, -1.0))  # a zero factor says nothing, and has no root
+        first.copy_(torch.where(a.diagonal(dim1=1, dim2=2).any(1), first, -1.0))  # a zero factor says nothing, and has no root
         return {"X": root.value, **warm}, root.ok
 
     def put(self, state: State, index: Index, new: Mapping[int, Tensor], ok: Tensor) -> None:
         """Put to use what a refresh made for some slots, by mode, where it is ok. A block takes roots of all its modes or none."""
         for root in new.values():
-            ok = ok & (diagonal_of(root)[:, 0] > 0)
+            ok = ok & (first_of(root) > 0)
         for i, root in new.items():
             write(state[f"X{i}"], index, root, ok)
 
@@ -151,7 +157,7 @@ class Kronecker(Method):
 
     def has_come(self, waiting: Tensor) -> Tensor:
         """``[n]``: whether what waits to be put to use is there."""
-        return diagonal_of(waiting)[:, 0] > 0
+        return first_of(waiting) > 0
 
     def fit(self, a: Tensor, made: Tensor, e: float, hyper: Hyper) -> tuple[Tensor, Tensor]:
         """How well roots ``made`` of earlier factors fit bias-corrected factors ``a``, for metrics: two estimates ``[n]``.
@@ -221,7 +227,7 @@ class Shampoo(Kronecker):
 
 def first_factor(stack: Stack, d: int, hyper: Hyper) -> Tensor:
     """The zero factor of a full mode."""
-    return stack.zeros(d * (d + 1) // 2) if hyper.packed else stack.zeros(d, d)
+    return stack.zeros(1, d * (d + 1) // 2) if hyper.packed else stack.zeros(d, d)
 
 
 def factor_correction(ctx: Context) -> float | Tensor:
@@ -259,18 +265,25 @@ def refreshed(state: State, mode: int) -> Tensor:
 
 
 def is_full(state: State, mode: int) -> bool:
-    """Whether a mode has a whole factor. Its root or basis is then a matrix, however the factor is kept."""
-    return refreshed(state, mode).dim() == 3
+    """Whether a mode has a factor with all its elements, packed or not, and not the diagonal alone."""
+    return state[f"L{mode}"].dim() == 3
 
 
-def factors_of(state: State, mode: int, index: Index, target: Tensor) -> Tensor:
-    """The factors of some slots: ``[n, d, d]``, or ``[n, d]`` if diagonal. ``target`` is what a refresh makes of them."""
-    kept = state[f"L{mode}"][index]
-    return unpack(kept, target.shape[-1]) if target.dim() == 3 and kept.dim() == 2 else kept
+def elements_of(state: State, mode: int) -> int:
+    """Elements of the factor of one slot, when it is not packed."""
+    return side_of(state[f"L{mode}"]) ** (2 if is_full(state, mode) else 1)
 
 
-def diagonal_of(x: Tensor) -> Tensor:
-    return x.diagonal(dim1=1, dim2=2) if x.dim() == 3 else x
+def factors_of(state: State, mode: int, index: Index, dtype: torch.dtype | None = None) -> Tensor:
+    """The factors of some slots: ``[n, d, d]``, or ``[n, d]`` if diagonal."""
+    return unpack(state[f"L{mode}"][index], dtype)
+
+
+def at_a_time(state: State, u: Tensor) -> int:
+    """How many slots to multiply by their roots at a time. Roots that are packed or rounded are copied for it, and the copies
+    stay in the cache."""
+    copied = [x for role, x in state.items() if role[0] == "X" and (is_packed(x) or x.dtype != u.dtype)]
+    return max(1, AT_A_TIME // max(side_of(x) ** 2 for x in copied)) if copied else len(u)
 
 
 def write(to: Tensor, index: Index, value: Tensor, ok: Tensor, old: Tensor | None = None) -> None:

@@ -14,6 +14,7 @@ from ..routing import route
 
 Translate = Callable[[Mapping[str, Any]], dict[str, Any]]  # another optimizer's arguments -> options of Shampoo
 OF_PAPER = {"exponent": None, "damping": "absolute", "refresh_warmup": 0.0}  # arXiv 2309.06497
+SMALL = {"factors": "packed", "root_dtype": "bfloat16", "filter_dtype": "bfloat16", "graft": "constant"}
 IGNORED = ("foreach", "fused")  # torch's ways to compute the same result
 RENAMED = {"eps": "graft_eps", "factor_eps": "eps"}
 REFUSED = {
@@ -149,17 +150,18 @@ def from_adamw(
 
 
 def low_memory(params: Any, *arguments: Any, **options: Any) -> Shampoo:
-    """:func:`from_adamw` with ``factors="packed"`` and ``root_dtype="bfloat16"``. Averages stay in float32.
+    """:func:`from_adamw` with a state as small as AdamW's: 8 bytes for each element of a square matrix.
 
-    The state is 4 times the size of a square parameter instead of 6 (AdamW: 2). Other presets take the same two options. A method
-    without roots, such as SOAP, gets ``factors`` only.
+    These are 4 for the factors (``factors="packed"``), 2 for the roots (``root_dtype="bfloat16"``) and 2 for the filtered gradient
+    (``filter_dtype="bfloat16"``). With ``graft="constant"`` there is no second moment: every block takes steps of the length that
+    AdamW's usually have. Factors stay in float32. Other presets take the same options. A method gets those that it reads.
 
     >>> import torch, lather
-    >>> model = torch.nn.Linear(64, 64, bias=False)
-    >>> [make(model.parameters()).plan().state_bytes / model.weight.nbytes for make in (lather.from_adamw, lather.low_memory)]
-    [6.0, 4.015625]
+    >>> model = torch.nn.Linear(1024, 1024, bias=False)
+    >>> lather.low_memory(model.parameters()).plan().state_bytes / model.weight.numel()
+    8.005859375
     """
-    return from_adamw(params, *arguments, **chosen({"factors": "packed", "root_dtype": "bfloat16"}, options) | options)
+    return from_adamw(params, *arguments, **chosen(SMALL, options) | options)
 
 
 def preset(given: dict[str, Any], translate: Translate, **recipe: Any) -> Shampoo:

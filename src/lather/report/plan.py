@@ -11,7 +11,8 @@ from torch import nn
 
 from .. import presets
 from ..compute.bank import block_state
-from ..methods import FILTER_ROLES
+from ..linalg import packs_by_kernels
+from ..methods import FILTER_ROLES, FULL
 from ..optimizer import Shampoo
 from ..options import OPTIONS, dtype_name, hint, whole
 from ..planning.blocks import Block, Shape
@@ -347,18 +348,16 @@ def _buffer_bytes(units: Sequence[UnitPlan]) -> int:
 def _scratch_bytes(units: Sequence[UnitPlan]) -> int:
     """What a rank keeps in addition to state and messages: buffers that its units share, and index tables of packed factors."""
     shared: dict[ScratchKey, int] = {}
-    tables: dict[tuple[str, str, int], int] = {}
+    tables: dict[tuple[str, int], int] = {}
     for unit in units:
         for buffer, numel in unit.scratch():
             if buffer != unit.message_key:
                 shared[buffer] = max(numel, shared.get(buffer, 0))
-        by_kernels = {part.key for parts in unit.by_kernels for part in parts if part.kernel_factors}
         for key in (key for key in unit.banks if unit.plan.settings[key.group].hyper.packed):
-            for d in (d for d, mode in zip(key.shape, key.modes, strict=False) if mode == "full"):
-                tables["unpack", key.device, d] = d * d
-                if key not in by_kernels:  # kernels pack without a table
-                    tables["pack", key.device, d] = d * (d + 1) // 2
-    indices = sum(numel * (4 if d * d < 1 << 31 else 8) for (_, _, d), numel in tables.items())
+            for d in (d for d, mode in zip(key.shape, key.modes, strict=False) if mode == FULL):
+                if not packs_by_kernels(d, torch.device(key.device)):
+                    tables[key.device, d] = d * d + d * (d + 1) // 2  # to unpack, and to pack
+    indices = sum(numel * (4 if d * d < 1 << 31 else 8) for (_, d), numel in tables.items())
     return indices + sum(numel * dtype.itemsize for (_, _, dtype), numel in shared.items())
 
 

@@ -4,7 +4,6 @@ On a GPU float32 products are slow. So matrices are kept in halves, which are fl
 float32 sums, and only one triangle of a symmetric result is computed. Entries must be within the range of a half, 6e-8 to 65504.
 """
 
-import importlib.util
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import linalg
+from ..kernels import has_kernels as has_kernels
 from ..kernels.schema import Start, position
 from ..linalg import symmetrize
 
@@ -28,19 +28,6 @@ def product(x: Tensor, y: Tensor, alpha: float = 1.0, add: Tensor | None = None,
     if x.dtype == torch.float16:
         return symmetric(x, None if x is y else y, alpha, add, beta)
     return symmetrize(linalg.product(x, y, None, add, alpha, beta))  # to the bit: an iteration may amplify a skew part
-
-
-def has_kernels(device: torch.device) -> bool:
-    """Whether our kernels run: they need Triton and an NVIDIA GPU, Ampere or later. A GPU that is not in use counts as one."""
-    if device.type != "cuda" or torch.version.hip or not _has_triton():
-        return False
-    used = torch.cuda.is_initialized() and (device.index or 0) < torch.cuda.device_count()  # type: ignore[no-untyped-call]
-    return not used or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-@lru_cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 @lru_cache

@@ -12,6 +12,7 @@ version is refused.
 """
 
 import copy
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..compute.bank import Bank, block_state
+from ..linalg import pack, unpack
 from ..options import OPTIONS, REQUIRED, STRUCTURAL, is_readable
 from ..planning.blocks import Region, Shape
 from ..planning.plan import BankKey, Plan
@@ -64,7 +66,11 @@ def _with_block_multiple(state: dict[str, Any], groups: list[dict[str, Any]]) ->
         group.setdefault("block_multiple", 1)
 
 
-UPGRADES: tuple[Upgrade, ...] = (_with_block_multiple,)  # from version 1 to 2, from 2 to 3, ...
+def _with_packed_roots(state: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Up to version 2 packed factors were vectors, and roots never packed. :func:`in_form` packs them when they are copied."""
+
+
+UPGRADES: tuple[Upgrade, ...] = (_with_block_multiple, _with_packed_roots)  # from version 1 to 2, from 2 to 3, ...
 VERSION = 1 + len(UPGRADES)
 VERSION_KEY = "lather_version"
 
@@ -138,7 +144,7 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
     """Refuse param groups that were not made for this optimizer.
 
     One that has not ``started`` takes over how dimensions are cut, as checkpoints of version 1 have other blocks, and master
-    weights. Where it has master weights, any file will do: parameters stand in for them.
+    weights. Where it has master weights, any file will do: parameters stand in for them. Factors and roots may be packed or not.
     """
     sizes, ours = [len(group["params"]) for group in saved], [len(group["params"]) for group in live]
     if sizes != ours:
@@ -150,7 +156,7 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
     for number, (theirs, mine) in enumerate(zip(saved, live, strict=True)):
         _check_kept(theirs, number)
         free = {"block_multiple", "master_weights"} if not started else {"master_weights"} if mine["master_weights"] else set()
-        for name in (name for name in STRUCTURAL if name not in free):
+        for name in (name for name in STRUCTURAL if name not in {*free, "factors"}):
             if OPTIONS[name].check(name, theirs[name]) != mine[name]:  # a tuple may come back as a list
                 raise ValueError(
                     f"param group {number} of the checkpoint was saved with {name}={theirs[name]!r} but the optimizer has "
@@ -231,7 +237,7 @@ def _misfit(saved: Mapping[str, Any], needed: Mapping[str, Shape], known: Mappin
                 f"the checkpoint's {k} for parameter {name} is no ordinary tensor of floating-point numbers but {kind}: it was "
                 "changed after it was saved"
             )
-        if value.shape != known[k]:
+        if value.shape != known[k] and not (k[0] in SYMMETRIC and triangle(value.shape) == triangle(known[k])):
             return (
                 f"the checkpoint's {k} for parameter {name} is {tuple(value.shape)} but {known[k]} is expected: the parameter had "
                 "another shape when it was saved"
@@ -256,7 +262,23 @@ def copy_state(saved: Mapping[str, Any], live: Mapping[str, Any], stored: Region
         if sharded:
             source = source[tuple(map(slice, stored.start, stored.stop))]
         if source.numel() and source.data_ptr() != target.data_ptr():
-            target.copy_(source)
+            target.copy_(source if source.shape == target.shape else in_form(source, target.shape))
+
+
+SYMMETRIC = "LXY"  # first letters of roles that are packed, or not
+
+
+def triangle(shape: Sequence[int]) -> int:
+    """Elements of the lower triangle of a symmetric matrix that is kept in this shape: ``(d, d)``, or packed as ``(1, n)`` or, up
+    to version 2, as ``(n,)``."""
+    return shape[0] * (shape[0] + 1) // 2 if len(shape) == 2 and shape[0] == shape[1] else math.prod(shape)
+
+
+def in_form(matrix: Tensor, shape: Sequence[int]) -> Tensor:
+    """A symmetric matrix in another shape that has the same :func:`triangle`."""
+    if matrix.dim() == 2 and matrix.shape[0] == matrix.shape[1]:
+        return pack(matrix[None])[0]
+    return matrix.view(1, -1) if shape[0] == 1 else unpack(matrix.view(1, 1, -1))[0]
 
 
 def apart(state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:

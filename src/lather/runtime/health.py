@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..compute.bank import Bank
-from ..methods.shampoo import factors_of, modes_of, refreshed
+from ..methods.shampoo import factors_of, modes_of
 from ..settings import Settings
 from ..storage.tensors import local
 from .ranks import Peers
@@ -167,7 +167,7 @@ def _to_restart(bank: Bank, counts: Counts) -> set[int]:
 
 def _failure(bank: Bank, slot: int, name: str, failed: int, settings: Settings, banks: Iterable[Bank]) -> str:
     eps, one, state = settings.hyper.eps, slice(slot, slot + 1), bank.state
-    factors = [factors_of(state, i, one, refreshed(state, i))[0] for i in modes_of(state)]
+    factors = [factors_of(state, i, one)[0] for i in modes_of(state)]
     conditions = ", ".join(_condition(factor, eps) for factor in factors)
     errors = [other.background.error for other in banks if other.background.error]
     cause = f". The last error was {errors[0]}" if errors else ""

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..compute.executor import Job
 from ..compute.slices import BoundSlice
-from ..linalg import from_host, norms, per_slot
+from ..linalg import from_host, norms, per_slot, unpack
 from ..methods import Context, Kronecker, refiltered
-from ..methods.shampoo import factor_correction, factors_of, modes_of, refreshed
+from ..methods.shampoo import elements_of, factor_correction, factors_of, modes_of, refreshed
 from ..planning.plan import Spec
 from ..planning.schedule import age, started_slots
 from ..storage.averaging import exact_dtype
@@ -177,12 +177,12 @@ def _with_factors(row: Row, part: BoundSlice, method: Kronecker, ctx: Context, r
     ranks: list[Tensor] = []
     for mode in modes_of(state):
         made = refreshed(state, mode)
-        size = max(1, ELEMENTS // made[0].numel())
+        size = max(1, ELEMENTS // elements_of(state, mode))
         found = []
         for index in (slice(start, start + size) for start in range(0, part.n, size)):
-            a = factors_of(state, mode, index, made[index])
+            a = factors_of(state, mode, index)
             a = a / per_slot(bc2[index] if isinstance(bc2, Tensor) and bc2.dim() else bc2, a)
-            found.append((effective_rank(a), *method.fit(a, made[index], part.bank.exponent, ctx.hyper)))
+            found.append((effective_rank(a), *method.fit(a, unpack(made[index]), part.bank.exponent, ctx.hyper)))
         rank, condition, residual = map(torch.cat, zip(*found, strict=True))
         ranks.append(rank * ready)
         most["condition"].append(torch.where(ready, condition, -math.inf))

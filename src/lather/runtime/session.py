@@ -308,7 +308,7 @@ class Session:
         checkpoint.check_groups(saved, groups, started=self.started(state))
         ids = checkpoint.ids_by_name(saved, groups)
         for theirs, mine in zip(saved, groups, strict=True):
-            theirs |= {name: mine[name] for name in ("params", "param_names") if name in mine}
+            theirs |= {name: mine[name] for name in ("params", "param_names", "factors") if name in mine}
             theirs["master_weights"] |= mine["master_weights"]
         params = [p for group in groups for p in group["params"]]
         entries = {p: saved_state.get(i, {}) for p, i in zip(params, ids, strict=True)}
