@@ -135,19 +135,19 @@ class Kronecker(Method):
         none = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).neg_()  # of a zero factor, which says nothing
         return {"X": torch.where(per_slot(a.flatten(1).any(1), a), root.value, none), **warm}, root.ok
 
-    def put(self, state: State, index: Index, new: Mapping[int, Tensor], ok: Tensor) -> None:
+    def put(self, state: State, index: Index, new: Mapping[int, Tensor], ok: Tensor, hyper: Hyper) -> None:
         """Put to use what a refresh made for some slots, by mode, where it is ok. A block takes roots of all its modes or none."""
         for i, root in new.items():
             ok = ok & state[f"L{i}"][index].flatten(1).any(1) & (diagonal_of(root)[:, 0] > 0)
         for i, root in new.items():
             write(state[f"X{i}"], index, root, ok)
 
-    def publish(self, state: State, slots: Sequence[int]) -> None:
+    def publish(self, state: State, slots: Sequence[int], hyper: Hyper) -> None:
         if modes := modes_of(state):
             first = state[f"Y{modes[0]}"]
             index = index_of(slots, first.device)
             come = self.has_come(first[index])  # nothing waits there if the delay was lengthened in between
-            self.put(state, index, {i: state[f"Y{i}"][index] for i in modes}, come)
+            self.put(state, index, {i: state[f"Y{i}"][index] for i in modes}, come, hyper)
 
     def has_come(self, waiting: Tensor) -> Tensor:
         """``[n]``: whether what waits to be put to use is there."""
