@@ -105,7 +105,14 @@ CASES: list[dict[str, Any]] = [
     {"preconditioner": "kl", "refresh_delay": 1, "factors": "packed", "large_dim": "diagonal"},
     {"preconditioner": "soap", "graft": None},
     {"preconditioner": "soap", "refresh_delay": 1, "factors": "packed", "root": "track", "large_dim": "diagonal"},
-    {"preconditioner": "soap", "graft": None, "refresh": "staggered", "refresh_delay": 1, "root": "track", "state_dtype": "bfloat16"},
+    {
+        "preconditioner": "soap",
+        "graft": None,
+        "refresh": "staggered",
+        "refresh_delay": 1,
+        "root": "track",
+        "state_dtype": "bfloat16",
+    },
     {"preconditioner": "spectral", "momentum": 0.9},
     {"preconditioner": "spectral", "graft": None, "polar": "polar_express(steps=6)", "polar_scale": "original"},
     {"preconditioner": "spectral", "graft": None, "betas": (0.0, 0.9), "polar": lather.Svd()},  # keeps nothing at all

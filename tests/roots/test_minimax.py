@@ -206,7 +206,7 @@ def test_zero_and_vanishing_factors_under_relative_damping(scale, e):
 # --- relative damping
 
 
-@pytest.mark.parametrize("solver", [Minimax(tolerance=1e-4), Newton(), HigherOrder(), Track(20)], ids=roots.spell)
+@pytest.mark.parametrize("solver", [Minimax(tolerance=1e-4), Newton(), HigherOrder(), Track(40)], ids=roots.spell)
 @pytest.mark.parametrize("e", [1 / 2, 1 / 4])
 def test_a_ridge_for_each_slot_is_eighs(solver, e):
     a = torch.cat([factors(24, k, 1, k) * 10.0 ** (3 * k - 6) for k in (0, 2, 4, 6)])

@@ -20,7 +20,7 @@ class Root(NamedTuple):
 
 class Basis(NamedTuple):
     vectors: Tensor  # [n, d, d], one eigenvector per column
-    values: Tensor  # [n, d], descending unless the solver keeps columns
+    values: Tensor  # [n, d], descending; of a solver that keeps columns, in their order and as its last basis sees them
     ok: Tensor  # [n] bool
     residual: Tensor  # [n]
 
