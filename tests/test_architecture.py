@@ -27,7 +27,7 @@ LINE: dict[str, set[str]] = {
     "kernels": {"copies", "dense", "packed", "schema", "step", "tiles"},
     "linalg": set(),
     "roots": {
-        *("base", "coupled", "eigh", "firstorder", "higher_order", "minimax", "newton", "polar", "products", "qr"),
+        *("base", "coupled", "eigh", "firstorder", "higher_order", "minimax", "newton", "polar", "products"),
         *("spec", "track"),
     },
     "methods": {"base", "filter", "grafts", "kl", "shampoo", "soap", "spectral"},

@@ -130,7 +130,7 @@ RANKS: dict[str, cases.Case] = {
     "all at once": R(STAGGERED | MOMENTUM | {"weight_decay": 0.1}, gaps=True, groups=True),
     "delayed": R(STAGGERED | {"refresh_delay": 2, "factors": "packed"}),
     "kl": R({"preconditioner": "kl", "communication_dtype": "bfloat16"}, gaps=True),
-    "soap": R({"preconditioner": "soap", "graft": None, "root": "qr", "stages": 2} | MOMENTUM, spoilt=True),
+    "soap": R({"preconditioner": "soap", "graft": None, "root": "track", "stages": 2} | MOMENTUM, spoilt=True),
     "spectral": R({"preconditioner": "spectral", "graft": None, "polar_scale": "original", "weight_decay": 0.1}),
     "elementwise": R({"preconditioner": None, "momentum": 0.9}, gaps=True),
     "int8": R({"communication_dtype": "int8", "stages": 2}, dtype=torch.bfloat16),

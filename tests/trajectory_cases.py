@@ -142,19 +142,19 @@ ANY: list[Options] = [  # for every method
     {"large_dim": "diagonal", "merge_dims": False, "max_preconditioner_dim": 5},
 ]  # fmt: skip
 OF_ROOTS: list[Options] = [  # for methods with roots or bases
-    *vary(root=["eigh", "newton", "higher_order", "minimax", "qr", "track", lather.Newton(40), lather.HigherOrder(order=4)]),
-    *vary(root=["qr(iterations=2, tolerance=inf)", "track(iterations=1, tolerance=1e-3)", "minimax(relative_eps=1e-6)"]),
+    *vary(root=["eigh", "newton", "higher_order", "minimax", "track", lather.Newton(40), lather.HigherOrder(order=4)]),
+    *vary(root=["track(iterations=1, tolerance=1e-3)", "minimax(relative_eps=1e-6)"]),
     *vary(refresh_delay=[1, 2], refresh_warmup=[0.1, 0.4], root_device=["cpu"], root_dtype=["bfloat16"], factors=["packed"]),
-    *(STAGGERED | some for some in vary(root=["auto", "qr", "track"], refresh_delay=[1], refresh_warmup=[0.3])),
+    *(STAGGERED | some for some in vary(root=["auto", "track"], refresh_delay=[1], refresh_warmup=[0.3])),
     *(STAGGERED | some for some in vary(precondition_frequency=[5], start_preconditioning_step=[5])),
-    *({"refresh_delay": 1} | some for some in vary(root=["qr", "track"], root_device=["cpu"])),
+    *({"refresh_delay": 1} | some for some in vary(root=["track"], root_device=["cpu"])),
     *({"damping": "relative"} | some for some in vary(eps=[1e-6, 1e-2], large_dim=["diagonal"])),
-    {"factors": "packed", "root": "qr", "refresh_delay": 1, "large_dim": "diagonal"},
+    {"factors": "packed", "root": "track", "refresh_delay": 1, "large_dim": "diagonal"},
     {"factors": "packed", "state_dtype": "bfloat16", "refresh": "staggered"},
 ]  # fmt: skip
 OF_SHAMPOO: list[Options] = [
     *vary(exponent=[0.5, 1.0, 0.0, 0.455, {1: 0.25, 2: 0.5}, {2: 0.0, 3: 0.125}], exponent_multiplier=[1.82, 0.5]),
-    *({"exponent": 0.5} | some for some in vary(root=["newton", "higher_order", "minimax", "qr", "track"])),
+    *({"exponent": 0.5} | some for some in vary(root=["newton", "higher_order", "minimax", "track"])),
     *({"root": "newton(iterations=1)"} | some for some in vary(max_failed_refreshes=[0, 1], exponent=[0.455])),
     {"root_dtype": "float64", "state_dtype": "float64"},
 ]
@@ -191,7 +191,7 @@ DURING: dict[str, Options] = {  # for every method: what is unusual, as fields o
     "eps later": {"before": {5: put(eps=1e-3), 8: put(weight_decay=0.3, maximize=True)}},
     "frequency later": {"before": {5: put(precondition_frequency=2), 9: put(precondition_frequency=4)}},
     "staggered later": {"before": {5: put(refresh="staggered", communication_dtype="bfloat16")}},
-    "root later": {"before": {5: put(root="qr"), 10: put(root="eigh")}},
+    "root later": {"before": {5: put(root="track"), 10: put(root="eigh")}},
     "structure later": {"before": {5: put(max_preconditioner_dim=4), 7: put(max_preconditioner_dim=8)}},
     "lr a tensor": {"options": {"lr": torch.tensor(0.05)}},
     "lr a tensor, corrected": {"options": {"lr": torch.tensor(0.05), "weight_decay_mode": "corrected"}, "before": {5: resume}},

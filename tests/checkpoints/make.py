@@ -50,7 +50,7 @@ def groups(model: nn.Module) -> lather.Shampoo:
 
 MAKERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], lather.Shampoo]]] = {
     "shampoo": (plain, shampoo(momentum=0.9, nesterov=True, factors="packed", exponent={2: 0.3})),
-    "qr-delayed": (plain, shampoo(root="qr", **DELAYED)),
+    "qr-delayed": (plain, shampoo(root="track", **DELAYED)),
     "kl": (plain, shampoo(preconditioner="kl", weight_decay_mode="independent")),
     "soap": (plain, lambda model: lather.soap(list(model.parameters()), lr=0.02, precondition_frequency=2)),
     "averaging": (plain, shampoo(averaging="schedule_free", betas=(0.0, 0.95))),

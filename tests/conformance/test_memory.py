@@ -23,7 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "staggered": {"refresh": "staggered", "graft": None},
     "diagonal": {"large_dim": "diagonal"},
     "unmerged, newton": {"merge_dims": False, "root": "newton"},
-    "qr": {"root": "qr"},
+    "track": {"root": "track"},
     "soap": {"preconditioner": "soap", "graft": None},
     "bfloat16": {"state_dtype": "bfloat16"},
     "float64": {"state_dtype": "float64", "root_dtype": "bfloat16"},

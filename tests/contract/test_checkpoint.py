@@ -85,16 +85,16 @@ def pair(steps: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
 
 
 CASES: list[dict[str, Any]] = [
-    *({"root": root} for root in ("eigh", "newton", "higher_order", "qr", "minimax", "track")),
+    *({"root": root} for root in ("eigh", "newton", "higher_order", "minimax", "track")),
     *({"graft": graft} for graft in ("adam", "rmsprop", "adagrad", "sgd", None)),
     {"momentum": 0.9, "nesterov": True, "dampening": 0.1, "weight_decay_mode": "corrected"},
     {"refresh": "staggered", "weight_decay_mode": "independent", "momentum": 0.5},
-    {"refresh": "staggered", "root": "qr", "start_preconditioning_step": 5},
+    {"refresh": "staggered", "root": "track", "start_preconditioning_step": 5},
     {"betas": (0.0, 1.0), "precondition_1d": True},
     {"betas": (0.8, 0.9), "beta3": 0.5, "bias_correction": False, "large_dim": "diagonal"},
     {"large_dim": "adagrad", "exponent": {2: 0.5, 3: 0.25}, "maximize": True},
     {"state_dtype": "bfloat16", "momentum": 0.9},
-    {"state_dtype": torch.float64, "root": lather.Qr(iterations=2), "batch_dims": 0},
+    {"state_dtype": torch.float64, "root": lather.Track(iterations=2), "batch_dims": 0},
     {"factors": "packed", "large_dim": "diagonal", "refresh": "staggered"},
     {"root_dtype": "bfloat16", "momentum": 0.9},
     {"root_dtype": "bfloat16", "filter_dtype": "bfloat16", "factors": "packed", "graft": "constant"},
@@ -102,11 +102,18 @@ CASES: list[dict[str, Any]] = [
     {"refresh_warmup": 0.1},
     {"refresh_warmup": 0.2, "exponent": None, "damping": "absolute", "beta3": None},
     {"refresh_delay": 1, "refresh": "staggered", "root": "track", "root_device": "cpu"},
-    {"root_dtype": torch.float32, "state_dtype": "bfloat16", "factors": "packed", "root": "qr"},
+    {"root_dtype": torch.float32, "state_dtype": "bfloat16", "factors": "packed", "root": "track"},
     {"preconditioner": "kl", "refresh_delay": 1, "factors": "packed", "large_dim": "diagonal"},
     {"preconditioner": "soap", "graft": None},
     {"preconditioner": "soap", "refresh_delay": 1, "factors": "packed", "root": "track", "large_dim": "diagonal"},
-    {"preconditioner": "soap", "graft": None, "refresh": "staggered", "refresh_delay": 1, "root": "qr", "state_dtype": "bfloat16"},
+    {
+        "preconditioner": "soap",
+        "graft": None,
+        "refresh": "staggered",
+        "refresh_delay": 1,
+        "root": "track",
+        "state_dtype": "bfloat16",
+    },
     {"preconditioner": "spectral", "momentum": 0.9},
     {"preconditioner": "spectral", "graft": None, "polar": "polar_express(steps=6)", "polar_scale": "original"},
     {"preconditioner": "spectral", "graft": None, "betas": (0.0, 0.9), "polar": lather.Svd()},  # keeps nothing at all
@@ -149,7 +156,7 @@ def test_resume(options: dict[str, Any], dtype: torch.dtype, k: int) -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_loading_copies_into_the_live_state(momentum: float) -> None:
-    _, opt, _, other = pair(5, momentum=momentum, root="qr")
+    _, opt, _, other = pair(5, momentum=momentum, root="track")
     saved = copy.deepcopy(opt.state_dict())
     train(other, 2)
     before = {p: dict(state) for p, state in other.state.items()}
@@ -426,7 +433,7 @@ API_OPTIONS = {
     "full": {"full_state_dict": True},
     "full, offloaded": {"full_state_dict": True, "cpu_offload": True},
 }
-API_CASES = [{"momentum": 0.9, "root": "qr", "exponent": {2: 0.3}}, {"refresh": "staggered", "graft": "sgd"}]
+API_CASES = [{"momentum": 0.9, "root": "track", "exponent": {2: 0.3}}, {"refresh": "staggered", "graft": "sgd"}]
 
 
 @pytest.mark.parametrize("options", API_CASES, ids=["momentum", "staggered"])
@@ -457,7 +464,7 @@ def save_and_load(
 @pytest.mark.parametrize("flat", [False, True])
 def test_distributed_checkpoint(flat: bool, tmp_path: Path) -> None:
     chosen = api.StateDictOptions(flatten_optimizer_state_dict=flat)
-    model, opt, fresh_model, fresh = pair(4, momentum=0.9, root="qr")
+    model, opt, fresh_model, fresh = pair(4, momentum=0.9, root="track")
     save_and_load(api.get_optimizer_state_dict(model, opt, options=chosen), fresh_model, fresh, tmp_path, chosen)
     assert_same(snapshot(fresh), snapshot(opt))
     train(opt, 15, 4)
@@ -639,7 +646,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "missing option": (without(*GROUP, "graft_eps"), "graft_eps"),
     "bad option": (with_value(-1.0, *GROUP, "lr"), "lr=-1.0"),
     "unknown root": (with_value("eigg", *GROUP, "root"), "eigg.* 'eigh'"),
-    "other root": (with_value("qr", *GROUP, "root"), "Q0"),
+    "other root": (with_value("track", *GROUP, "root"), "Q0"),
     "no filter": (with_value((0.0, 0.999), *GROUP, "betas"), r"m\.0"),
     "no momentum": (with_value(0.0, *GROUP, "momentum"), "momentum"),
     "newer version": (with_value(4, "lather_version"), rf"version 4,.* {READ}; update lather"),

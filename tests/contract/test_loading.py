@@ -179,7 +179,7 @@ MORE: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (2, {"momentum": 0.9}, {}),  # a buffer more than before
     (2, {"refresh_delay": 1}, {}),  # roots that wait
     (2, {"betas": (0.9, 0.95)}, {"betas": (0.0, 0.95)}),  # a filter
-    (2, {"momentum": 0.9, "root": "qr"}, {"root": "eigh"}),  # bases
+    (2, {"momentum": 0.9, "root": "track"}, {"root": "eigh"}),  # bases
 ]
 
 

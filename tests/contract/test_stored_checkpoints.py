@@ -20,6 +20,7 @@ FILES = sorted(make.FOLDER.glob("*.pt"))
 # What was written on another machine: products and decompositions are rounded in other ways by other processors and
 # libraries, so bits may differ. Whatever is loaded wrongly is off by far more.
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6}
+NEAR: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-4}  # for a solver that was removed, and is replaced by another
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def finish(name: str, saved: dict[str, Any], *, resumed: bool) -> dict[str, Tens
 def test_training_goes_on(path: Path) -> None:
     saved = load(path)
     _, name = path.stem.split("-", 1)
-    torch.testing.assert_close(finish(name, saved, resumed=True), saved["after"], **CLOSE)
+    torch.testing.assert_close(finish(name, saved, resumed=True), saved["after"], **NEAR if name == "qr-delayed" else CLOSE)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

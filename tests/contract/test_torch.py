@@ -24,7 +24,7 @@ from lather.runtime import session
 
 SHAPES = {"weight": (6, 5), "twin": (6, 5), "conv": (4, 3, 2, 2), "bias": (6,), "scale": ()}
 FAST: dict[str, Any] = {"lr": 0.02, "precondition_frequency": 3, "weight_decay": 0.1, "max_preconditioner_dim": 4}
-ROOTS = ["eigh", "newton", "higher_order", "qr"]
+ROOTS = ["eigh", "newton", "higher_order", "track"]
 
 
 def parameters(dtype: torch.dtype = torch.float32, shapes: Mapping[str, Any] = SHAPES) -> dict[str, nn.Parameter]:
@@ -170,7 +170,7 @@ def test_options_are_read_on_every_step(name: str) -> None:
 @pytest.mark.parametrize(("name", "value"), [("momentum", 0.0), ("betas", (0.0, 0.999)), ("root", "eigh")])
 def test_state_that_an_option_no_longer_needs(name: str, value: Any) -> None:
     """Switching an option off, saving, and loading what was saved: the optimizer accepts its own state dict."""
-    options = FAST | {"momentum": 0.9, "nesterov": True, "beta3": 0.5, "root": "qr"}
+    options = FAST | {"momentum": 0.9, "nesterov": True, "beta3": 0.5, "root": "track"}
     opt = lather.Shampoo(parameters().values(), **options)
     train(opt, 4)
     opt.param_groups[0][name] = value
@@ -417,7 +417,7 @@ def by_pickle(pair: Any) -> Any:
 @pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
 @pytest.mark.parametrize("steps", [0, 4])
 def test_copies(copied: Callable[[Any], Any], steps: int) -> None:
-    options = FAST | {"momentum": 0.9, "root": lather.Qr(), "state_dtype": torch.float64, "exponent": {2: 0.3}}
+    options = FAST | {"momentum": 0.9, "root": lather.Track(), "state_dtype": torch.float64, "exponent": {2: 0.3}}
     params = parameters()
     opt = lather.Shampoo(params.items(), **options)
     train(opt, steps)
@@ -628,7 +628,7 @@ def test_state_is_allocated_lazily_and_for_all() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_state_is_flat(dtype: torch.dtype) -> None:
     params = parameters(dtype)
-    opt = lather.Shampoo(params.values(), momentum=0.9, root="qr", **FAST)
+    opt = lather.Shampoo(params.values(), momentum=0.9, root="track", **FAST)
     train(opt, 4)
     for p, state in opt.state.items():
         assert all(type(key) is str and isinstance(value, Tensor) for key, value in state.items())
@@ -649,7 +649,7 @@ def is_primitive(value: Any) -> bool:
 
 OBJECTS: list[dict[str, Any]] = [
     {"root": lather.Newton(iterations=20)},
-    {"root": lather.Qr(tolerance=math.inf), "state_dtype": torch.bfloat16},
+    {"root": lather.Track(tolerance=math.inf), "state_dtype": torch.bfloat16},
     {"root": lather.HigherOrder(), "betas": [0.5, 0.9]},
     {"root": lather.Eigh(), "exponent": {2: 0.5, 3: 0}, "max_preconditioner_dim": math.inf},
 ]

@@ -108,7 +108,7 @@ def test_another_number_of_trainers(
 
 
 OPTIONS = {
-    "qr": Case({"root": "qr", "momentum": 0.5, "stages": 2}, dtype=torch.bfloat16, steps=STEPS),
+    "track": Case({"root": "track", "momentum": 0.5, "stages": 2}, dtype=torch.bfloat16, steps=STEPS),
     "int8": Case({"root": "newton", "communication_dtype": "int8", "state_dtype": "bfloat16", "momentum": 0.9}, steps=STEPS),
     "diagonal": Case({"large_dim": "diagonal", "graft": None, "precondition_1d": True, "eps": 1e-2}, steps=STEPS),
     "soap": Case({"preconditioner": "soap", "graft": None, "momentum": 0.9, "root": "track"}, gaps=True, steps=STEPS),

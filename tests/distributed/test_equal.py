@@ -40,7 +40,6 @@ CASES: dict[str, Case] = {
     "sums": Case({"graft": "adagrad", "betas": (0.9, 1.0), "beta3": 0.5}),
     "diagonal": Case({"large_dim": "diagonal", "precondition_1d": True}),
     "newton": Case({"root": "newton"}),
-    "qr": Case({"root": "qr"}),
     "float64 state": Case({"state_dtype": "float64"} | MOMENTUM),
     "bfloat16 state": Case({"state_dtype": "bfloat16"} | MOMENTUM),
     "bfloat16 roots": Case({"root_dtype": "bfloat16"}),
@@ -52,7 +51,9 @@ CASES: dict[str, Case] = {
     "minimax": Case({"root": "minimax"}, gaps=True),
     "kl": Case({"preconditioner": "kl", "refresh": "staggered"} | MOMENTUM, gaps=True),
     "soap": Case({"preconditioner": "soap", "graft": None, "refresh": "staggered", "weight_decay": 0.1}, gaps=True),
-    "soap, qr": Case({"preconditioner": "soap", "root": "qr", "stages": 2, "precondition_1d": True} | MOMENTUM, spoilt=True),
+    "soap, track at once": Case(
+        {"preconditioner": "soap", "root": "track", "stages": 2, "precondition_1d": True} | MOMENTUM, spoilt=True
+    ),
     "soap, track": Case({"preconditioner": "soap", "graft": None, "root": "track", "refresh_delay": 1}, gaps=True),
     "soap, diagonal": Case(
         {"preconditioner": "soap", "graft": None, "large_dim": "diagonal", "betas": (0.0, 1.0)}, dtype=torch.bfloat16

@@ -101,7 +101,7 @@ VARIANTS: dict[str, Options] = {
     "warmed up": {"refresh_warmup": 0.5},
     "ungrafted": {"graft": None, "betas": (0.0, 1.0)},
     "newton": {"root": "newton"},
-    "qr": {"root": "qr", "factors": "packed"},
+    "track": {"root": "track", "factors": "packed"},
     "diagonal": {"large_dim": "diagonal", "precondition_1d": True, "root_dtype": "bfloat16"},
 }
 
@@ -221,7 +221,7 @@ def test_a_gradient_that_is_not_finite_is_skipped() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [TOY, TOY | {"momentum": 0.9}, BASE | {"preconditioner": "whitened", "root": "qr", "refresh_delay": 1}],
+    [TOY, TOY | {"momentum": 0.9}, BASE | {"preconditioner": "whitened", "root": "track", "refresh_delay": 1}],
     ids=["", "momentum", "refreshed"],
 )
 def test_checkpoint(options: Options) -> None:

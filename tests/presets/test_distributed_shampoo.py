@@ -160,7 +160,7 @@ TRANSLATED: list[tuple[Options, Options]] = [
     ({"preconditioner_config": root_inv(inv_factor_matrix_dtype=torch.bfloat16)}, {"root_dtype": "bfloat16"}),
     ({"preconditioner_config": root_inv("")}, {"root": "eigh", "exponent": None}),
     ({"preconditioner_config": root_inv("Eigendecomposed")}, {"root": "eigh", "exponent": None}),
-    ({"preconditioner_config": root_inv("Eigendecomposed", amortized_computation_config=QR)}, {"root": "qr(iterations=3)"}),
+    ({"preconditioner_config": root_inv("Eigendecomposed", amortized_computation_config=QR)}, {"root": "track(iterations=3)"}),
     ({"preconditioner_config": root_inv(amortized_computation_config=NEWTON)}, {"root": "newton"}),
     (
         {"preconditioner_config": root_inv(amortized_computation_config=HIGHER)},

@@ -72,9 +72,9 @@ def memory_bytes(tensors: list[Tensor]) -> int:
 MIX: dict[str, dict[str, Any]] = {
     "default": {},
     "blocked": {"max_preconditioner_dim": 5},
-    "basis": {"root": "qr", "max_preconditioner_dim": 12},
-    "momentum": {"momentum": 0.9, "betas": (0.0, 0.99), "root": lather.Qr(iterations=2)},
-    "half": {"state_dtype": torch.bfloat16, "momentum": 0.9, "root": "qr"},
+    "basis": {"root": "track", "max_preconditioner_dim": 12},
+    "momentum": {"momentum": 0.9, "betas": (0.0, 0.99), "root": lather.Track(iterations=2)},
+    "half": {"state_dtype": torch.bfloat16, "momentum": 0.9, "root": "track"},
     "packed": {"factors": "packed", "root_dtype": "bfloat16", "max_preconditioner_dim": 12},
     "packed diagonal": {"factors": "packed", "state_dtype": "bfloat16", "large_dim": "diagonal", "merge_dims": False},
     "double": {"state_dtype": "float64", "graft": "rmsprop", "root": "newton"},
@@ -100,7 +100,7 @@ def test_memory_is_exact(name: str, dtype: torch.dtype) -> None:
     for prefix, kind in (prefixes | {"momentum": "momentum", "w": "moment in the basis"}).items():
         held = [v for s in opt.state.values() for k, v in s.items() if k.startswith(prefix)]
         assert kinds.get(kind, 0) == sum(v.nbytes for v in held)
-    assert ("basis" in kinds) == ("qr" in str(opt.param_groups[0]["root"]) or name.startswith("soap"))
+    assert ("basis" in kinds) == ("track" in str(opt.param_groups[0]["root"]) or name.startswith("soap"))
     assert opt.plan().to_dict() == report.to_dict()
 
 
@@ -127,7 +127,7 @@ def test_ranks_that_share_the_work_are_a_table() -> None:
 def test_planning_allocates_nothing() -> None:
     params = parameters()
     with no_allocation():
-        opt = lather.Shampoo(params.items(), momentum=0.9, root="qr")
+        opt = lather.Shampoo(params.items(), momentum=0.9, root="track")
         report = opt.plan()
         text = str(report)
         report.to_dict()
@@ -188,11 +188,11 @@ def test_says_what_and_why() -> None:
 
 
 def test_prints_everything() -> None:
-    report = lather.plan(SHAPES, max_preconditioner_dim=12, momentum=0.9, root="qr")
+    report = lather.plan(SHAPES, max_preconditioner_dim=12, momentum=0.9, root="track")
     text = str(report)
     for name in SHAPES:
         assert name in text
-    for part in ("40 x 12", "4 of 10 x 12", "8 x 4 x 9", "qr", "FLOP", "KiB"):
+    for part in ("40 x 12", "4 of 10 x 12", "8 x 4 x 9", "track", "FLOP", "KiB"):
         assert part in text
     for row in report.params:
         assert row.reason in text
@@ -222,10 +222,10 @@ def test_a_square_matrix_takes_six_times_its_size(d: int) -> None:
     assert report.memory["factors"] + report.memory["roots"] <= 4 * size
     assert report.state_bytes <= 6 * size
     assert "basis" not in str(report)
-    qr = lather.plan({"w": (d, d)}, max_preconditioner_dim=d, root="qr")
-    assert qr.memory["basis"] == 2 * size
-    assert qr.state_bytes == report.state_bytes + 2 * size
-    assert "basis" in str(qr)
+    track = lather.plan({"w": (d, d)}, max_preconditioner_dim=d, root="track")
+    assert track.memory["basis"] == 2 * size
+    assert track.state_bytes == report.state_bytes + 2 * size
+    assert "basis" in str(track)
 
 
 def test_work_follows_the_options() -> None:
@@ -235,7 +235,7 @@ def test_work_follows_the_options() -> None:
     whole, cut = report(), report(max_preconditioner_dim=16)
     assert cut.refresh_flops < whole.refresh_flops
     assert cut.step_flops < whole.step_flops
-    assert report(root="newton").refresh_flops != report(root="qr").refresh_flops
+    assert report(root="newton").refresh_flops != report(root="track").refresh_flops
     assert lather.plan({"w": (64,)}).refresh_flops == 0
 
 

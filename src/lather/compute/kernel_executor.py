@@ -132,7 +132,7 @@ class KernelExecutor(Executor[Seen]):
         assert self.method is not None
         self.slices[0].bank.background.finish()
         for i, slots in self._by_slice(job.to_publish):
-            self.method.publish(self.slices[i].state, slots)
+            self.method.publish(self.slices[i].state, slots, job.settings.hyper)
             self.slices[i].bank.begun = True
 
     def take_in(self, job: Job, stacks: Sequence[Tensor | None]) -> Seen:

@@ -37,7 +37,7 @@ class TorchExecutor(Executor[Seen]):
     def publish(self, job: Job) -> None:
         assert self.method is not None
         self._bank.background.finish()
-        self.method.publish(self._bank.state, job.to_publish)
+        self.method.publish(self._bank.state, job.to_publish, job.settings.hyper)
         self._bank.begun = True
 
     def take_in(self, job: Job, stacks: Sequence[Tensor | None]) -> Seen:

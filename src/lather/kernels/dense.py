@@ -210,11 +210,10 @@ def halve(x, scale, out, rows, columns, padded_rows, padded_columns, BLOCK: tl.c
 
 
 @triton.jit
-def cholesky(a, factors, pivots, size, d, width, TILE: tl.constexpr):
-    """For ``a = L L^T``: ``L^T`` and ``L^{-1}`` into ``factors [n, 2, TILE, TILE]``, and the squares of the diagonal of ``L`` into
-    ``pivots``. If a pivot is not positive, the factors contain NaN.
+def cholesky(a, lower, inverse, size, stride, width, TILE: tl.constexpr):
+    """For ``a = L L^T``: ``L`` and ``L^{-1}`` into ``lower`` and ``inverse``. If a pivot is not positive, they contain NaN.
 
-    ``a`` is the first ``width`` rows and columns of matrices that lie ``size`` elements apart and have rows of ``d`` elements.
+    All three are ``width`` rows and columns of matrices that lie ``size`` elements apart, with rows ``stride`` elements apart.
 
     Elimination gives ``a = U^T D U``. On and above the diagonal, ``x`` becomes ``D U``. Below it, elimination clears ``x``, so
     ``U^{-T}`` is stored there: its rows are the same combinations of rows of the identity. Only the upper triangle of ``a``
@@ -224,34 +223,12 @@ def cholesky(a, factors, pivots, size, d, width, TILE: tl.constexpr):
     slot = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, TILE)
     r, c = index[:, None], index[None, :]
-    one = tl.where(r == c, 1.0, 0.0)
-    x = tl.load(a + slot * size + r * d + c, (r < width) & (c < width), one)
+    one, inside = tl.where(r == c, 1.0, 0.0), (r < width) & (c < width)
+    x = tl.load(a + slot * size + r * stride + c, inside, one)
     for k in range(0, width):
         row = tl.sum(tl.where(r == k, x, 0.0), 0)
         factor = row[:, None] * (1 / tl.sum(tl.where(index == k, row, 0.0)))
         x = tl.where(r > k, tl.where(c == k, -factor, x - factor * row[None, :]), x)
-    found = tl.sum(tl.where(r == c, x, 0.0), 1)
-    tl.store(pivots + slot * d + index, found, index < width)
-    scale, at = tl.sqrt_rn(found)[:, None], factors + (slot * 2 * TILE + r) * TILE + c
-    tl.store(at, tl.where(r <= c, x, 0.0) / scale)
-    tl.store(at + TILE * TILE, tl.where(r > c, x, one) / scale)
-
-
-@triton.jit
-def substitute(y, factors, out, size, d, rows, width, TILE: tl.constexpr, ROWS: tl.constexpr):
-    """``out = y L^{-T}`` for matrices ``[n, rows, width]`` that lie ``size`` elements apart and have rows of ``d`` elements. The
-    factors are those of :func:`cholesky`.
-
-    A product with an inverse leaves a residual proportional to the condition of ``L``. That can be more than a Schur complement
-    survives. A second product, with the residual, reduces it to rounding.
-    """
-    slot = tl.program_id(0).to(tl.int64)
-    r, c = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
-    upper = tl.load(factors + (slot * 2 * TILE + r) * TILE + c)
-    inverse = tl.load(factors + ((slot * 2 + 1) * TILE + c) * TILE + r)  # transposed
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
-    at, inside = slot * size + row.to(tl.int64) * d + c, (row < rows) & (c < width)
-    value = tl.load(y + at, inside, 0.0)
-    q = tl.dot(value, inverse, input_precision="ieee")
-    q = tl.dot(value - tl.dot(q, upper, input_precision="ieee"), inverse, q, input_precision="ieee")
-    tl.store(out + at, q, inside)
+    scale = tl.sqrt_rn(tl.sum(tl.where(r == c, x, 0.0), 1))[:, None]
+    tl.store(lower + slot * size + c * stride + r, tl.where(r <= c, x, 0.0) / scale, inside)
+    tl.store(inverse + slot * size + r * stride + c, tl.where(r > c, x, one) / scale, inside)

@@ -128,7 +128,7 @@ class Method(Transform):
     def follow(self, state: State, grad: Tensor, ctx: Context) -> None:
         """Take in a gradient after the refresh of the step, in place."""
 
-    def publish(self, state: State, slots: Sequence[int]) -> None:
+    def publish(self, state: State, slots: Sequence[int], hyper: Hyper) -> None:
         """With ``refresh_delay``: put to use what was refreshed some steps ago."""
 
     def ready(self, state: State) -> Tensor:

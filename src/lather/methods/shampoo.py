@@ -141,19 +141,19 @@ class Kronecker(Method):
         first.copy_(torch.where(a.diagonal(dim1=1, dim2=2).any(1), first, -1.0))  # a zero factor says nothing, and has no root
         return {"X": root.value, **warm}, root.ok
 
-    def put(self, state: State, index: Index, new: Mapping[int, Tensor], ok: Tensor) -> None:
+    def put(self, state: State, index: Index, new: Mapping[int, Tensor], ok: Tensor, hyper: Hyper) -> None:
         """Put to use what a refresh made for some slots, by mode, where it is ok. A block takes roots of all its modes or none."""
         for root in new.values():
             ok = ok & (first_of(root) > 0)
         for i, root in new.items():
             write(state[f"X{i}"], index, root, ok)
 
-    def publish(self, state: State, slots: Sequence[int]) -> None:
+    def publish(self, state: State, slots: Sequence[int], hyper: Hyper) -> None:
         if modes := modes_of(state):
             first = state[f"Y{modes[0]}"]
             index = index_of(slots, first.device)
             come = self.has_come(first[index])  # nothing waits there if the delay was lengthened in between
-            self.put(state, index, {i: state[f"Y{i}"][index] for i in modes}, come)
+            self.put(state, index, {i: state[f"Y{i}"][index] for i in modes}, come, hyper)
 
     def has_come(self, waiting: Tensor) -> Tensor:
         """``[n]``: whether what waits to be put to use is there."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import roots
-from ..linalg import are_products_exact, ema_, norms, per_slot, product, rotate
+from ..linalg import are_products_exact, ema_, norms, per_slot, product, products_in, rotate
 from .base import FULL, Context, Hyper, Stack, State
 from .shampoo import ROOT_OPTIONS, Index, Kronecker, factor_correction, first_factor, modes_of, write
 
@@ -26,10 +26,10 @@ class Soap(Kronecker):
     State: the second moment ``w``, and of the full modes the factors ``L0, L1, ...`` and bases ``Q0, Q1, ...``. Bases are
     identities until the first refresh, so until then it is Adam. A mode that is not full is not rotated.
 
-    Columns of a basis go by descending eigenvalue, for every solver. So an element of ``w`` belongs to ranks of eigenvalues. It
-    stays when a basis is refreshed, except that it follows vectors that stay and change places (:func:`places`). When bases
-    stop being made of axes, ``w`` is moved: ``w <- w x_i (Q_i^T Q_i,old)^2`` with squares of elements, which is exact for
-    rotated gradients whose elements are not correlated.
+    The solver ``track`` turns every column of a basis a little, so ``w`` stays as it is. ``eigh`` gives columns by descending
+    eigenvalue. So an element of ``w`` belongs to ranks of eigenvalues: it stays too, except that it follows vectors that stay and
+    change places (:func:`places`). When bases stop being made of axes, ``w`` is moved: ``w <- w x_i (Q_i^T Q_i,old)^2`` with
+    squares of elements, which is exact for rotated gradients whose elements are not correlated.
 
     Where ``w`` should be zero, rotations leave rounding errors. So ``sqrt(w / bc2)`` counts as at least 64 roundings of its
     root mean square over the block, or 2 roundings of coarser bases or products. With relative damping, ``eps`` too is a part of
@@ -74,26 +74,21 @@ class Soap(Kronecker):
         return tuple(name if mode == FULL else "identity" for mode in modes)
 
     def solve(self, solver: roots.RootSolver, a: Tensor, e: float, hyper: Hyper, warm: State, exact: bool) -> tuple[State, Tensor]:
+        assert isinstance(solver, roots.EigenSolver)
         basis = roots.rescue_basis(a) if exact else roots.solve_basis(solver, a, warm)
+        if solver.keeps_columns:
+            return {"Q": basis.vectors}, basis.ok
         axes = roots.first_basis(1, a.shape[-1], a.dtype, a.device)["Q"]
         seen = per_slot(a.flatten(1).any(1), a)  # any basis is one of a zero factor
         return {"Q": torch.where(seen, basis.vectors, axes)}, basis.ok
 
-    def put(self, state: State, index: Index, new: Mapping[int, Tensor], ok: Tensor) -> None:
+    def put(self, state: State, index: Index, new: Mapping[int, Tensor], ok: Tensor, hyper: Hyper) -> None:
         w = state["w"][index]
         # Not at the very first gradient: in bases of one gradient that gradient is diagonal, and the rest of w would be zero.
         ok = ok & w.flatten(1).any(1)
-        x = w.to(torch.promote_types(w.dtype, torch.float32))
-        axes, placed, squares = ok, x, dict[int, Tensor]()
-        for i, q in new.items():
-            old = state[f"Q{i}"][index]
-            axes = axes & _is_of_axes(old)
-            squares[i] = squared_cosines(old.to(x.dtype), q.to(x.dtype))
-            shape = [len(x), *(1 for _ in w.shape[1:])]
-            shape[i + 1] = -1
-            placed = placed.gather(i + 1, places(squares[i]).view(shape).expand_as(x))
-        moved = rotated(x, [squares.get(i) for i in range(w.dim() - 1)])
-        fresh = torch.where(per_slot(axes, w), moved, placed).to(w.dtype)
+        old = {i: state[f"Q{i}"][index] for i in new}
+        keeps = roots.resolve_basis(hyper.root, hyper.root_device or w.device).keeps_columns
+        fresh = (turned if keeps else placed)(w.to(torch.promote_types(w.dtype, torch.float32)), old, new).to(w.dtype)
         state["w"][index] = torch.where(per_slot(ok, w), fresh, w)
         for i, q in new.items():
             write(state[f"Q{i}"], index, q, ok)
@@ -130,6 +125,28 @@ def bases(state: State, like: Tensor) -> list[Tensor | None]:
     """Of every mode of a stack, in its dtype; None for a mode that is not rotated."""
     found = (state.get(f"Q{i}") for i in range(like.dim() - 1))
     return [None if q is None else q.to(like.dtype) for q in found]
+
+
+def turned(w: Tensor, old: Mapping[int, Tensor], new: Mapping[int, Tensor]) -> Tensor:
+    """``w`` for bases whose columns kept their places: the same, or moved from the axes."""
+    axes = torch.ones(len(w), dtype=torch.bool, device=w.device)
+    for q in old.values():
+        axes = axes & q.diagonal(dim1=1, dim2=2).eq(1).all(1)  # columns are of length 1
+    squares = [new[i].mT.to(w.dtype).square() if i in new else None for i in range(w.dim() - 1)]
+    with products_in("tf32" if w.is_cuda else None, w.device):  # an estimate in any case
+        return torch.where(per_slot(axes, w), rotated(w, squares), w)
+
+
+def placed(w: Tensor, old: Mapping[int, Tensor], new: Mapping[int, Tensor]) -> Tensor:
+    """``w`` for bases whose columns go by descending eigenvalue."""
+    axes, found, squares = torch.ones(len(w), dtype=torch.bool, device=w.device), w, dict[int, Tensor]()
+    for i, q in new.items():
+        axes = axes & _is_of_axes(old[i])
+        squares[i] = squared_cosines(old[i].to(w.dtype), q.to(w.dtype))
+        shape = [len(w), *(1 for _ in w.shape[1:])]
+        shape[i + 1] = -1
+        found = found.gather(i + 1, places(squares[i]).view(shape).expand_as(w))
+    return torch.where(per_slot(axes, w), rotated(w, [squares.get(i) for i in range(w.dim() - 1)]), found)
 
 
 def squared_cosines(old: Tensor, new: Tensor) -> Tensor:

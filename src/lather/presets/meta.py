@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..options import OPTIONS, whole
-from ..roots import HigherOrder, Qr
+from ..roots import HigherOrder, Track
 
 Options = dict[str, Any]
 NONE: Mapping[str, str] = {}
@@ -179,7 +179,7 @@ def _solver(name: str, config: Any) -> Options:
         floor = {"relative_eps": config.rel_epsilon} if config.rel_epsilon else {}
         root = HigherOrder(order=config.order, **floor)
     elif kind == "QREigendecompositionConfig":
-        root = Qr(iterations=config.max_iterations)
+        root = Track(iterations=config.max_iterations)
     return {"root": OPTIONS["root"].check(name, root), **options}
 
 

@@ -11,12 +11,11 @@ from .minimax import Minimax
 from .newton import Newton
 from .polar import NewtonSchulz, Polar, PolarExpress, Svd
 from .products import has_kernels, stages
-from .qr import Qr
-from .spec import POLARS, SOLVERS, choose, parse, parse_polar, resolve, resolve_basis, spell
+from .spec import POLARS, SOLVERS, choose, parse, parse_polar, replaced, resolve, resolve_basis, spell
 from .track import Track
 
 __all__ = [
     "POLARS", "SOLVERS", "Basis", "EigenSolver", "Eigh", "HigherOrder", "Minimax", "Newton", "NewtonSchulz", "Polar",
-    "PolarExpress", "Qr", "Relative", "Root", "RootSolver", "Svd", "Track", "choose", "first_basis", "has_kernels", "parse",
-    "parse_polar", "rescue", "rescue_basis", "resolve", "resolve_basis", "solve", "solve_basis", "spell", "stages",
+    "PolarExpress", "Relative", "Root", "RootSolver", "Svd", "Track", "choose", "first_basis", "has_kernels", "parse",
+    "parse_polar", "replaced", "rescue", "rescue_basis", "resolve", "resolve_basis", "solve", "solve_basis", "spell", "stages",
 ]  # fmt: skip

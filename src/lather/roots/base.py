@@ -20,7 +20,7 @@ class Root(NamedTuple):
 
 class Basis(NamedTuple):
     vectors: Tensor  # [n, d, d], one eigenvector per column
-    values: Tensor  # [n, d], descending
+    values: Tensor  # [n, d], descending; of a solver that keeps columns, in their order and as its last basis sees them
     ok: Tensor  # [n] bool
     residual: Tensor  # [n]
 
@@ -39,8 +39,8 @@ class RootSolver(ABC):
 
     The call takes a stack `a` [n, d, d] in float32 or float64 and returns roots in that dtype. A slot that is not finite or does
     not converge raises nothing: its `ok` is False and its value is of no use. It does not affect the other slots. On one CPU
-    thread a slot gets the same bits in every stack. `eps` is the ridge. A solver with a warm start replaces entries
-    of `state`. The caller keeps them for the slots that are ok.
+    thread a slot gets the same bits in every stack. `eps` is the ridge. A solver with a warm start replaces entries of `state` by
+    others that will do, whether a slot is ok or not.
     """
 
     name: ClassVar[str]
@@ -93,9 +93,15 @@ class RootSolver(ABC):
 class EigenSolver(RootSolver):
     """A solver that computes an eigenbasis, and can return it."""
 
+    keeps_columns: ClassVar[bool] = False  # whether a column follows the column in the same place, whatever its eigenvalue
+
     def basis(self, a: Tensor, state: dict[str, Tensor]) -> Basis:
         """`a = Q diag(values) Q^T` with descending values; the identity where not ok. The contract of the call applies."""
         with full_precision(a.device):
+            if self.sees_what_is_not_finite(a, 0.0):
+                vectors, values, ok, residual = self._basis(a, state)
+                vectors = torch.where(ok[:, None, None], vectors, eye_like(a))
+                return Basis(vectors, torch.where(ok[:, None], values, 1.0), ok, residual)
             finite = all_finite(a)
             vectors, values, ok, residual = self._basis(torch.where(finite[:, None, None], a, eye_like(a)), state)
             vectors, ok = settle(vectors, ok & finite & all_finite(values))

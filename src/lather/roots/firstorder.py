@@ -1,38 +1,13 @@
-"""Solvers that follow a basis, and the root in it: exact to first order in the entries that it leaves off the diagonal."""
-
-from dataclasses import dataclass
-from typing import NamedTuple
+"""The root in a basis that is followed: exact to first order in the entries that it leaves off the diagonal."""
 
 import torch
 from torch import Tensor
 
 from ..linalg import per_slot, power, product, symmetrize
-from .base import EigenSolver, check_count, lift
+from .base import lift
 
 CAP = 0.5  # largest entry of a correction
 FLOOR = 4.0  # an eigenvalue below this many roundings of the largest is not resolved
-
-
-class Frame(NamedTuple):
-    q: Tensor  # [n, d, d] orthogonal; may be NaN where that failed
-    s: Tensor  # [n, d, d] = q^T a q
-    residual: Tensor  # [n]
-
-
-@dataclass(frozen=True)
-class Follower(EigenSolver):
-    """A solver that starts from the basis of its last call, `state["Q"]`."""
-
-    iterations: int = 2
-    tolerance: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_count("iterations", self.iterations)
-        if not self.tolerance > 0:
-            raise ValueError(f"tolerance={self.tolerance!r} must be positive; inf accepts any residual")
-
-    def init(self, n: int, d: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
-        return first_basis(n, d, dtype, device)
 
 
 def first_basis(n: int, d: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
@@ -45,11 +20,6 @@ def first_basis(n: int, d: int, dtype: torch.dtype, device: torch.device | str) 
 def diagonal(s: Tensor) -> Tensor:
     """The diagonals [n, d] of [n, d, d], a view."""
     return s.diagonal(dim1=1, dim2=2)
-
-
-def project(a: Tensor, q: Tensor) -> Tensor:
-    """`q^T a q` for symmetric `a`."""
-    return symmetrize(product(q.mT, product(a, q)))
 
 
 def coupling(s: Tensor, ridge: Tensor, floor: float = FLOOR) -> Tensor:

@@ -18,11 +18,11 @@ from .minimax import Minimax
 from .newton import Newton
 from .polar import NewtonSchulz, Polar, PolarExpress, Svd
 from .products import has_kernels
-from .qr import Qr
 from .track import Track
 
-SOLVERS: dict[str, type[RootSolver]] = {s.name: s for s in (Eigh, Newton, HigherOrder, Minimax, Qr, Track)}
+SOLVERS: dict[str, type[RootSolver]] = {s.name: s for s in (Eigh, Newton, HigherOrder, Minimax, Track)}
 POLARS: dict[str, type[Polar]] = {p.name: p for p in (NewtonSchulz, PolarExpress, Svd)}
+REMOVED = {"qr": "track"}  # solvers of earlier versions, and what replaces them
 
 
 def parse(spec: str | RootSolver) -> RootSolver:
@@ -137,6 +137,17 @@ def _literal(node: ast.expr) -> Any:
     return value
 
 
+def replaced(spec: str) -> str:
+    """What a spec of an earlier version is today, with default options.
+
+    >>> replaced("qr(iterations=1)"), replaced("newton(iterations=20)")
+    ('track', 'newton(iterations=20)')
+    """
+    return REMOVED.get(spec.partition("(")[0], spec)
+
+
 def _hint(name: str, names: Sequence[str]) -> str:
+    if name in REMOVED:
+        return f"; {name!r} was removed, use {REMOVED[name]!r}"
     close = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -27,6 +27,7 @@ from ..linalg import pack, unpack
 from ..options import OPTIONS, REQUIRED, STRUCTURAL, is_readable
 from ..planning.blocks import Region, Shape
 from ..planning.plan import BankKey, Plan
+from ..roots import replaced
 from ..storage import averaging
 from ..storage.averaging import Views
 from ..storage.tensors import is_dtensor, local
@@ -100,6 +101,8 @@ def upgraded(state_dict: Mapping[str, Any]) -> tuple[dict[Any, Any], list[dict[s
                 "optimizer, and save those of stages with StateDictOptions(flatten_optimizer_state_dict=True)"
             )
         group |= {name: OPTIONS[name].before for name in lacking}
+        if isinstance(group["root"], str):
+            group["root"] = replaced(group["root"])
     return state, groups
 
 
