@@ -150,14 +150,14 @@ def _lower(tile):
 @triton.jit
 def symmetric(
     x, y, add, out, sums, d, depth, row, step, size, tiles, alpha, beta, diagonal,
-    SAME: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
+    SAME: tl.constexpr, ADD: tl.constexpr, SHIFTED: tl.constexpr, SUMS: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """``alpha x y^T + beta add + diagonal I`` for stacks in halves whose products are symmetric, with float32 sums.
 
     ``x`` and ``y`` are ``[n, d, depth]``: rows lie ``row`` elements apart, columns ``step``, and slots ``size``. ``d`` is a
     multiple of SIDE and ``depth`` of DEPTH. ``add`` and ``out`` are ``[n, d, d]``. Only the tiles of the lower triangle are
-    computed; the others are mirror images. ``SAME``: ``y`` is ``x``, so that the product is symmetric to the bit. ``SUMS``: also
-    the sum of squares of the result, for every tile.
+    computed; the others are mirror images. ``SAME``: ``y`` is ``x``, so that the product is symmetric to the bit. ``SHIFTED``:
+    ``diagonal`` is not zero. ``SUMS``: also the sum of squares of the result, for every tile.
     """
     slot = (tl.program_id(0) // tiles).to(tl.int64)
     ti, tj = _lower(tl.program_id(0) % tiles)
@@ -178,7 +178,8 @@ def symmetric(
     at = ri[:, None] * d + rj[None, :]
     if ADD:
         value += beta * tl.load(add + slot + at).to(tl.float32)
-    value += tl.where(ri[:, None] == rj[None, :], diagonal, 0.0)
+    if SHIFTED:
+        value += tl.where(ri[:, None] == rj[None, :], diagonal, 0.0)
     if SUMS:
         tl.store(sums + tl.program_id(0), tl.where(ti == tj, 1.0, 2.0) * tl.sum(value * value))
     half = value.to(out.dtype.element_ty)

@@ -100,7 +100,7 @@ def residual(x: Tensor, a: Tensor, starts: Tensor, p: int) -> Tensor:
     """`||(X^p M - I) V||_F / ||V||_F` [n] for roots in halves and the factors that they are of. `V` are signs."""
     from ..kernels import dense
 
-    (n, d, _), ld, rows = a.shape, x.shape[-1], 32
+    (n, d, _), ld, rows = a.shape, x.shape[-1], 64
     programs = -(-d // rows)
     y, sums = a.new_empty(2, n, d, PROBES), a.new_empty(n, programs)
     for k in range(p + 1):
@@ -165,8 +165,8 @@ def symmetric(
     size, row, step = x.stride()
     dense.symmetric[n * tiles,](
         x, x if y is None else y, x if add is None else add, out, sums, d, depth, row, step, size, tiles, alpha, beta, diagonal,
-        SAME=y is None, ADD=add is not None, SUMS=sums is not None, SIDE=side, DEPTH=DEPTH, num_warps=8 if side == 128 else 4,
-        num_stages=stages(x.device),
+        SAME=y is None, ADD=add is not None, SHIFTED=diagonal != 0, SUMS=sums is not None, SIDE=side, DEPTH=DEPTH,
+        num_warps=8 if side == 128 else 4, num_stages=stages(x.device),
     )  # fmt: skip
     return out
 
