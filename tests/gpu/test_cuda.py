@@ -14,7 +14,7 @@ from paper import PAPER, TODAY
 from reference import Reference
 
 import lather
-from lather.roots.track import _halves, orthonormal
+from lather.roots.track import _halves
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

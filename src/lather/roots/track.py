@@ -6,7 +6,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from ..linalg import eye_like, factorize, norms, normalize, per_slot, probe, product, products_in, symmetrize
+from ..linalg import eye_like, factorize, normalize, norms, per_slot, probe, product, products_in, symmetrize
 from .base import Basis, EigenSolver, Root, check_count
 from .firstorder import coupling, diagonal, first_basis, first_order
 from .products import has_kernels
@@ -31,9 +31,9 @@ class Track(EigenSolver):
 
     Every call does the same for every slot and reads nothing back. A slot that moved far continues at its next refresh. The
     residual of a root is the largest row norm of `S_ij / sqrt((S_ii + eps)(S_jj + eps))`, `i != j`. The relative error of the
-    root is up to 0.15 times its square for e = 1/4, and 0.3 times for e = 1/2 (measured). A slot with a residual above `tolerance`, or with a basis
-    that is not orthogonal, is not ok; `roots.solve` then computes its root and basis by eigh. The residual of a basis is its
-    loss of orthogonality.
+    root is up to 0.15 times its square for e = 1/4, and 0.3 times for e = 1/2 (measured). A slot with a residual above
+    `tolerance`, or with a basis that is not orthogonal, is not ok; `roots.solve` then computes its root and basis by eigh.
+    The residual of a basis is its loss of orthogonality.
 
     >>> list(Track().init(n=4, d=8, dtype=torch.float32, device="cpu"))  # what it keeps
     ['Q']
@@ -82,7 +82,7 @@ class Track(EigenSolver):
         return Basis(q, values * scale.squeeze(-1), skew <= SKEW, skew)
 
     def _follow(self, a: Tensor, ridge: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """The new basis, which also becomes the warm start; the eigenvalues seen from the one before; how far it is from orthogonal."""
+        """The new basis, which is also the next warm start; the eigenvalues that the one before sees; its loss of orthogonality."""
         q = state["Q"]
         mu = torch.maximum(ridge, NOISE * per_slot(norms(a), a)).clamp(min=torch.finfo(a.dtype).eps)
         for _ in range(self.iterations):
