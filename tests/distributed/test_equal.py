@@ -51,9 +51,7 @@ CASES: dict[str, Case] = {
     "minimax": Case({"root": "minimax"}, gaps=True),
     "kl": Case({"preconditioner": "kl", "refresh": "staggered"} | MOMENTUM, gaps=True),
     "soap": Case({"preconditioner": "soap", "graft": None, "refresh": "staggered", "weight_decay": 0.1}, gaps=True),
-    "soap, track at once": Case(
-        {"preconditioner": "soap", "root": "track", "stages": 2, "precondition_1d": True} | MOMENTUM, spoilt=True
-    ),
+    "soap, stages": Case({"preconditioner": "soap", "root": "track", "stages": 2, "precondition_1d": True} | MOMENTUM, spoilt=True),
     "soap, track": Case({"preconditioner": "soap", "graft": None, "root": "track", "refresh_delay": 1}, gaps=True),
     "soap, diagonal": Case(
         {"preconditioner": "soap", "graft": None, "large_dim": "diagonal", "betas": (0.0, 1.0)}, dtype=torch.bfloat16

@@ -34,7 +34,7 @@ def skew(q):
     return torch.linalg.matrix_norm(q.mT @ q - torch.eye(q.shape[-1])).max().item()
 
 
-@pytest.mark.parametrize("d", [1, 31, 64, 65, 100, 200])
+@pytest.mark.parametrize("d", [1, 33, 65, 130])
 def test_both_factors_are_those_of_torch(d, by_kernels):
     a = positive(2, d)
     want = torch.linalg.cholesky(a.double())
@@ -69,8 +69,8 @@ def test_what_breaks_down_stays_alone():
 
 
 def test_a_basis_is_followed(by_kernels):
-    x = torch.randn(3, 80, 120) * torch.logspace(0, -3, 80)[:, None]
-    a, states = x @ x.mT, [Track().init(3, 80, torch.float32, "cpu") for _ in range(2)]
+    x = torch.randn(3, 40, 60) * torch.logspace(0, -3, 40)[:, None]
+    a, states = x @ x.mT, [Track().init(3, 40, torch.float32, "cpu") for _ in range(2)]
     a[1] = 0
     for _ in range(3):
         for value, state in zip((True, False), states, strict=True):
@@ -80,12 +80,12 @@ def test_a_basis_is_followed(by_kernels):
     torch.testing.assert_close(*(state["Q"].abs() for state in states), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("rank", [1, 3, 24])
+@pytest.mark.parametrize("rank", [1, 3, 12])
 def test_factors_of_low_rank_are_followed(rank):
-    g, solver, a = torch.Generator().manual_seed(rank), Track(iterations=1), torch.zeros(8, 48, 48)
-    state = solver.init(8, 48, torch.float32, "cpu")
+    g, solver, a = torch.Generator().manual_seed(rank), Track(iterations=1), torch.zeros(3, 24, 24)
+    state = solver.init(3, 24, torch.float32, "cpu")
     for _ in range(3):
-        x = torch.randn(8, 48, rank, generator=g)
+        x = torch.randn(3, 24, rank, generator=g)
         a = 0.95 * a + 0.05 * (x @ x.mT)
         basis = solver.basis(a, state)
         assert basis.ok.all() and skew(basis.vectors) < 1e-4

@@ -240,5 +240,5 @@ def test_only_what_has_come_is_put_to_use(method: str) -> None:
     for i in (0, 1):
         bank.state[f"Y{i}"].copy_(first[f"Y{i}" if method == "soap" else f"X{i}"])
     before = {role: tensor.clone() for role, tensor in bank.state.items()}
-    rule.publish(bank.state, [0])
+    rule.publish(bank.state, [0], opt._session.settings[0].hyper)
     assert all(torch.equal(bank.state[role], tensor) for role, tensor in before.items())
