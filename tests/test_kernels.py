@@ -104,7 +104,7 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     assert {"gram", "symmetric"} <= loaded_ahead  # or what they take would say nothing
     if small:
         return
-    monkeypatch.setattr(linalg, "has_kernels", lambda device: True)
+    monkeypatch.setattr(linalg, "packs_by_kernels", lambda d, device: True)
     for dtype, d in ((torch.float32, 256), (torch.bfloat16, 33)):
         linalg.unpack(linalg.pack(torch.ones(1, d, d)).to(dtype), torch.float32)
     monkeypatch.setattr(track, "has_kernels", lambda device: True)

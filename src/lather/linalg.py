@@ -138,7 +138,7 @@ def unpack(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def packs_by_kernels(d: int, device: torch.device) -> bool:
     """Whether kernels, which count in 32 bits, pack matrices of this side. They need no tables."""
-    return d < 1 << 15 and has_kernels(device)
+    return device.type == "cuda" and d < 1 << 15 and has_kernels(device)
 
 
 def _moved(kernel: str, x: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

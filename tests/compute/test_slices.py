@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lather
-from lather import roots
+from lather import kernels, roots
 from lather.compute import slices
 from lather.compute.slices import BankSlice, Window, divide_banks, find_window, scratch_sizes
 from lather.planning.plan import BankKey, Transport
@@ -157,7 +157,7 @@ def test_only_cuda_has_kernels(monkeypatch):
 
 def test_gpus_that_kernels_are_made_for(monkeypatch):
     ask, gpu = roots.has_kernels, torch.device("cuda:0")
-    monkeypatch.setattr(roots.products, "_has_triton", lambda: True)
+    monkeypatch.setattr(kernels, "_has_triton", lambda: True)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert ask(gpu) and not ask(torch.device("cpu"))

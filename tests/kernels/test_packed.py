@@ -18,7 +18,7 @@ def matrices(request):
 
 @pytest.fixture
 def _by_kernels(monkeypatch):
-    monkeypatch.setattr(linalg, "has_kernels", lambda device: True)
+    monkeypatch.setattr(linalg, "packs_by_kernels", lambda d, device: True)
     monkeypatch.setattr(linalg, "TILE", 16)
     for table in ("_lower", "_mirrored"):
         monkeypatch.setattr(linalg, table, None)  # or torch might do it
