@@ -2,8 +2,8 @@
 
     python benchmarks/step.py [--models gpt2 llama-953m] [--frequency 10] [--options '{"root": "eigh"}' ...] [--profile]
 
-*Routed* is what lather makes of a model that it is given: embeddings and a head like them are left to Adam. torch's Muon gets all
-matrices, and no others.
+*Routed* is what lather makes of a model that it is given: embeddings and a head like them are left to Adam. With the row `routed`,
+those of `--options` are routed too. torch's Muon gets all matrices, and no others.
 
 Synthetic gradients, four sets in rotation so that factors are not of rank one. Every step is timed by a synchronised clock. A
 *plain* step refreshes nothing; staggered there are none. *State* is what a checkpoint holds, *held* what stays allocated between
@@ -63,8 +63,9 @@ def contenders(args: argparse.Namespace) -> Iterator[tuple[str, Make]]:
             yield f"lather {refresh}", make
         if "routed" in args.rows:
             yield f"lather {refresh}, routed", partial(make, routed=True)
+    routed = "routed" in args.rows
     for options in args.options:
-        yield common.spell(options), partial(make_shampoo, args.frequency, options)
+        yield common.spell(options) + ", routed" * routed, partial(make_shampoo, args.frequency, options, routed=routed)
 
 
 def make_shampoo(

@@ -15,6 +15,7 @@ from .ranks import Peers
 from .run import Run
 
 _ANEW = "NaN or Inf in the state or the direction of parameter {}; the state of the affected blocks starts anew"
+PATIENCE = 2  # failures in a row that are no news on a device: the next refresh is by eigh, once the host knows
 Counts = Sequence[Sequence[int]]  # gradients skipped, refreshes failed in a row, and whether the direction broke, by slot
 
 
@@ -83,7 +84,7 @@ class Health:
                 continue
             if alone and failed > settings.max_failed_refreshes:
                 raise RuntimeError(_failure(bank, slot, name, failed, settings, run.banks))
-            if failed:
+            if failed > (0 if bank.counts.is_cpu else PATIENCE):
                 self._warn(f"the root of block {block.index} of parameter {name} could not be refreshed; its last one is kept")
             if skipped != known[slot]:
                 rate = " or a learning rate that is NaN, infinite or negative" if settings.rate_on_device else ""
