@@ -148,7 +148,8 @@ def _moved(kernel: str, x: Tensor, shape: tuple[int, int], dtype: torch.dtype) -
     if len(x):
         tiles = -(-d // TILE)
         launch = getattr(packed, kernel)[len(x), tiles, tiles]
-        launch(x.contiguous(), found, d, EVEN=d % 16 == 0, SIDE=TILE, num_warps=8)
+        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+            launch(x.contiguous(), found, d, EVEN=d % 16 == 0, SIDE=TILE, num_warps=8)
     return found
 
 

@@ -523,3 +523,16 @@ def test_preset_of_groups() -> None:
     }  # fmt: skip
     group = next(group for group in opt.param_groups if group["eps"] == 1e-5)
     assert (group["graft_eps"], group["max_preconditioner_dim"], group["graft"]) == (1e-5, 7, None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rescued_basis_keeps_the_order_of_the_last_one(seed):
+    """So that the moment of every column stays its own."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.linalg.qr(torch.randn(2, 6, 6, generator=generator, dtype=torch.float64))[0]
+    values = torch.rand(2, 6, generator=generator, dtype=torch.float64) + torch.randperm(6, generator=generator)
+    a = (q * values[:, None, :]) @ q.mT
+    rescued = lather.roots.rescue_basis(a, q)
+    torch.testing.assert_close((rescued.vectors * q).sum(1).abs(), torch.ones(2, 6, dtype=torch.float64))
+    torch.testing.assert_close(rescued.values, values)
+    assert not torch.equal(lather.roots.rescue_basis(a).values, rescued.values)

@@ -7,9 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lather
+from lather import kernels
 from lather.options import OPTIONS
 from lather.planning.plan import Spec, make_plan
-from lather.roots import Eigh, Minimax, Newton, choose, products, resolve
+from lather.roots import Eigh, Minimax, Newton, choose, resolve
 from lather.settings import resolve as settle
 
 SHAPES = {"a": (40, 36), "b": (40, 36), "conv": (16, 8, 5), "bias": (9,)}
@@ -31,7 +32,7 @@ GPUS = [
 def gpu(request, monkeypatch):
     """As if there were such a GPU."""
     capability = request.param.get("capability")
-    monkeypatch.setattr(products, "_has_triton", lambda: request.param.get("triton", True))
+    monkeypatch.setattr(kernels, "_has_triton", lambda: request.param.get("triton", True))
     monkeypatch.setattr(torch.version, "hip", request.param.get("hip"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

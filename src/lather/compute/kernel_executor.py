@@ -230,7 +230,9 @@ class KernelExecutor(Executor[Seen]):
             param=sources.params[0].dtype if sources.params else torch.float32,
             root=hyper.root_dtype,
             kept=hyper.filter_dtype,
-            numbers=(hyper.beta2, hyper.eps) if self._torch_takes_in else (hyper.polar, hyper.polar_scale, hyper.bias_correction),
+            numbers=(hyper.beta2, hyper.eps, hyper.relative_damping)
+            if self._torch_takes_in
+            else (hyper.polar, hyper.polar_scale, hyper.bias_correction),
         )
 
     def _numbers(self, job: Job, corrections: Corrections) -> Numbers:

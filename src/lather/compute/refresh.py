@@ -171,7 +171,7 @@ def _solve(method: Kronecker, sides: Sequence[_Side], exact: bool) -> None:
     """What a refresh makes of factors of one size, from the warm start if the solver has one."""
     e, solver = sides[0].e, sides[0].job.solver
     a = _joined([side.a.to(side.device) for side in sides])
-    a = a if solver.sees_what_is_not_finite(a, e) and not exact else symmetrize(a)
+    a = a if solver.sees_what_is_not_finite(a, e) else symmetrize(a)
     roles = solver.init(0, a.shape[-1], a.dtype, a.device)
     warm = {role: _joined([side.warm(role) for side in sides]) for role in roles}
     fresh, fine = method.solve(solver, a, e, sides[0].hyper, warm, exact)
@@ -210,12 +210,12 @@ def _put(method: Kronecker, job: Due, index: slice | Tensor, alive: Tensor, side
 
 
 def _survives(fresh: State, kept: torch.dtype) -> Tensor | bool:
-    """Whether a root is finite and not zero also in the dtype that it is kept in."""
+    """Whether a root is finite and not zero also in the dtype that it is kept in. That of a zero factor is not kept."""
     if "X" not in fresh or fresh["X"].dtype == kept:
         return True
     rounded = fresh["X"].to(kept)
     diagonal = rounded.diagonal(dim1=1, dim2=2) if rounded.dim() == 3 else rounded
-    return rounded.isfinite().flatten(1).all(1) & diagonal.ne(0).all(1)
+    return (rounded.isfinite().flatten(1).all(1) & diagonal.ne(0).all(1)) | (diagonal[:, 0] < 0)
 
 
 def _identity_like(a: Tensor) -> Tensor:

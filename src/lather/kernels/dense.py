@@ -61,6 +61,7 @@ def plan(sums, scale, floor, starts, tiles, part, margin, a, b, c, p, BLOCK: tl.
         total += tl.load(sums + slot * tiles + i, i < tiles, 0.0)
     z = margin * tl.sqrt(tl.sqrt(tl.sum(total)) / SQUARED)
     size = tl.load(scale + slot)
+    z = tl.where(size < float("inf"), z, float("nan"))  # the trace has overflowed
     ridge = tl.where(z == 0, 1.0, tl.maximum(tl.load(floor + slot) / size, part * z))
     z += ridge
     ratio, unit = ridge / z, 1 / (z * size)

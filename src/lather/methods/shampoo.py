@@ -282,7 +282,7 @@ def factors_of(state: State, mode: int, index: Index, dtype: torch.dtype | None 
 def at_a_time(state: State, u: Tensor) -> int:
     """How many slots to multiply by their roots at a time. Roots that are packed or rounded are copied for it, and the copies
     stay in the cache."""
-    copied = [x for role, x in state.items() if role[0] == "X" and (is_packed(x) or x.dtype != u.dtype)]
+    copied = [x for role, x in state.items() if role[0] == "X" and x.dim() == 3 and (is_packed(x) or x.dtype != u.dtype)]
     return max(1, AT_A_TIME // max(side_of(x) ** 2 for x in copied)) if copied else len(u)
 
 

@@ -75,7 +75,8 @@ class Soap(Kronecker):
 
     def solve(self, solver: roots.RootSolver, a: Tensor, e: float, hyper: Hyper, warm: State, exact: bool) -> tuple[State, Tensor]:
         assert isinstance(solver, roots.EigenSolver)
-        basis = roots.rescue_basis(a) if exact else roots.solve_basis(solver, a, warm)
+        before = warm["Q"] if solver.keeps_columns else None
+        basis = roots.rescue_basis(a, before) if exact else roots.solve_basis(solver, a, warm)
         if solver.keeps_columns:
             return {"Q": basis.vectors}, basis.ok
         axes = roots.first_basis(1, a.shape[-1], a.dtype, a.device)["Q"]

@@ -161,7 +161,10 @@ def low_memory(params: Any, *arguments: Any, **options: Any) -> Shampoo:
     >>> lather.low_memory(model.parameters()).plan().state_bytes / model.weight.numel()
     8.005859375
     """
-    return from_adamw(params, *arguments, **chosen(SMALL, options) | options)
+    betas = options.get("betas", arguments[1] if len(arguments) > 1 else None)
+    unfiltered = isinstance(betas, (tuple, list)) and bool(betas) and betas[0] == 0
+    small = {name: value for name, value in chosen(SMALL, options).items() if not (unfiltered and name == "filter_dtype")}
+    return from_adamw(params, *arguments, **small | options)
 
 
 def preset(given: dict[str, Any], translate: Translate, **recipe: Any) -> Shampoo:

@@ -141,7 +141,7 @@ def solve(solver: RootSolver, a: Tensor, e: float, eps: Ridge, state: dict[str, 
 
 def rescue(a: Tensor, e: float, eps: Ridge, state: dict[str, Tensor]) -> Root:
     """Roots by eigh in float64. A basis `"Q"` in `state`, the warm start of the solver that gave up, is replaced too."""
-    basis = Eigh().basis(a.double(), {})
+    basis = Eigh().basis(symmetrize(a.double()), {})
     values = lift(basis.values, torch.ones_like(basis.values[:, :1, None]), absolute(a, eps))
     value = symmetrize(product(basis.vectors * power(values, -e)[:, None, :], basis.vectors.mT))
     value, ok = settle(value.to(a.dtype), basis.ok)
@@ -153,14 +153,20 @@ def rescue(a: Tensor, e: float, eps: Ridge, state: dict[str, Tensor]) -> Root:
 def solve_basis(solver: RootSolver, a: Tensor, state: dict[str, Tensor]) -> Basis:
     """The solver's eigenbases. Slots that it gives up on are treated as in :func:`solve`."""
     assert isinstance(solver, EigenSolver)
+    before = state.get("Q") if solver.keeps_columns else None
     basis = solver.basis(a, state)
     if isinstance(solver, Eigh) or not a.is_cpu or basis.ok.all():
         return basis
     bad = (~basis.ok).nonzero().squeeze(1)
-    return Basis(*(old.index_copy(0, bad, new) for old, new in zip(basis, rescue_basis(a[bad]), strict=True)))
+    rescued = rescue_basis(a[bad], None if before is None else before[bad])
+    return Basis(*(old.index_copy(0, bad, new) for old, new in zip(basis, rescued, strict=True)))
 
 
-def rescue_basis(a: Tensor) -> Basis:
-    """Eigenbases by eigh in float64."""
-    vectors, values, ok, residual = Eigh().basis(a.double(), {})
+def rescue_basis(a: Tensor, before: Tensor | None = None) -> Basis:
+    """Eigenbases by eigh in float64. Columns are in the order of their eigenvalues, or in that of the basis ``before``."""
+    vectors, values, ok, residual = Eigh().basis(symmetrize(a.double()), {})
+    if before is not None:
+        order = (before * product(a, before)).sum(1).argsort(dim=1, descending=True, stable=True)
+        vectors = torch.empty_like(vectors).scatter_(2, order[:, None, :].expand_as(vectors), vectors)
+        values = torch.empty_like(values).scatter_(1, order, values)
     return Basis(vectors.to(a.dtype), values.to(a.dtype), ok, residual.to(a.dtype))

@@ -108,18 +108,18 @@ def residual(x: Tensor, a: Tensor, starts: Tensor, p: int) -> Tensor:
         matrices, sizes = (a, (d, d, d * d)) if damped else (x, (d, ld, ld * ld))
         dense.probe[programs, n](
             matrices, y[(k + 1) % 2], starts, sums if k == p else y[k % 2], *sizes,
-            FIRST=k == 0, LAST=k == p, DAMPED=damped, PROBES=PROBES, ROWS=rows, DEPTH=64, num_warps=4,
+            FIRST=k == 0, LAST=k == p, DAMPED=damped, PROBES=PROBES, ROWS=rows, DEPTH=DEPTH, num_warps=4,
         )  # fmt: skip
     return (sums.sum(1) / (d * PROBES)).sqrt()
 
 
-# One half for each number.
+# Polar factors.
 
 
 def fits_halves(x: Tensor) -> bool:
-    """Whether products of one half each can be computed for this stack of matrices."""
-    n, rows, columns = x.shape
-    small = n < 1 << 16 and min(rows, columns) < (1 << 15) - 128 and rows * columns < 1 << 30  # kernels count in 32 bits
+    """Whether products can be computed in halves for this stack of matrices."""
+    n, rows, columns = (-(-side // 128) * 128 for side in x.shape)
+    small = n < 1 << 16 and min(rows, columns) < 1 << 15 and rows * columns < 1 << 30  # kernels count in 32 bits
     return x.dtype == torch.float32 and small and has_kernels(x.device)
 
 

@@ -148,7 +148,7 @@ class FlatBuffer:
         """Views of the tensors that are bound."""
         self._views = self._views_of(self._bound)
         pairs = zip(self._views, self._grids, strict=True)
-        self._are_whole = all(view is self._bound[grid.key] for view, grid in pairs)
+        self._are_whole = all(view is self._bound.get(grid.key) for view, grid in pairs)
         return self._views
 
     def _views_of(self, tensors: Mapping[Any, Tensor]) -> list[Tensor | None]:
