@@ -292,7 +292,7 @@ OPTIONS: dict[str, Option] = {
     "max_failed_refreshes": Option(3, _count(0), "number of failed refreshes in a row that one block may have"),
     "communication_dtype": Option(None, _optional(_dtype("float32", "bfloat16", "float16", "int8")), "rounds directions for their way to the ranks that store the parameter: `\"float32\"`, `\"bfloat16\"`, `\"float16\"`, or `\"int8\"` with a scale per block; default: not rounded"),
     "blocks": Option("global", _choice("global", "local"), "cut blocks from whole parameters; or from each shard, so that no gradient travels, but results depend on the sharding", structural=True),
-    "precision": Option(None, _precision, "products that make statistics and apply roots: `\"float32\"`, or on a GPU `\"fast\"` with the 11 bits of TF32; default: torch's float32 matmul precision. Roots are computed in float32 in any case"),
+    "precision": Option(None, _precision, "products that make statistics and apply roots: `\"float32\"`, or on a GPU `\"fast\"` with the 11 bits of TF32; default: torch's float32 matmul precision. It does not change how roots and polar factors are computed"),
     "master_weights": Option(False, _bool, "keep parameters of fewer bits than float32 in float32 too, in the state, and step there: steps that are too short for their dtype are not lost. Ignored for other parameters", structural=True, before=False),
     "state_dtype": Option("float32", _state_dtype, "dtype of the state: `\"float32\"`, `\"float64\"` or `\"bfloat16\"`; arithmetic is in float32 or better", structural=True),
     "root_dtype": Option(None, _optional(dtype_name), "dtype in which roots are kept; default `state_dtype`", structural=True),
