@@ -21,7 +21,7 @@ MUON: Quintic = (3.4445, -4.7750, 2.0315)  # Keller Jordan's
 MARGIN = 1.01  # products in 11 bits may raise a singular value by this; above its interval a polynomial grows fast
 COARSEST = 1e-3  # the smallest singular value that halves resolve to a part in a hundred
 GROWTH = 150.0  # how much a run of steps may amplify what is rounded in a Gram matrix
-WIDE, LARGE = 1.25, 128  # columns to rows, and rows, from which on Gram matrices save time
+WIDE, LARGE = 1.25, 128  # least columns to rows, and least rows, for which Gram matrices save time
 
 
 class Polar(ABC):

@@ -67,7 +67,7 @@ def decode(x: Tensor, scale: Tensor, d: int) -> Tensor:
 
 
 class Beginning(NamedTuple):
-    """`M`, `R` and `X` of a root in halves, and the table of `Start`, of which `back` is a column."""
+    """`M`, `R` and `X` of a root in halves, and the table of `Start` with its column `back`."""
 
     m: Tensor
     r: Tensor

@@ -131,7 +131,7 @@ def iterate(a: Tensor, q: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cholesky(a: Tensor) -> Tensor:
-    """The lower factor of `a` [n, d, d], whose memory it may use. NaN where there is none."""
+    """The lower factor of `a` [n, d, d], whose memory it may use. NaN where it has no such factor."""
     if _by_kernels(a):
         return _halves(a)[0]
     return factorize(torch.linalg.cholesky_ex, a)[0]
