@@ -247,7 +247,7 @@ def test_a_slot_does_not_see_its_stack(solver, d):
         state = cold(solver, stacks[0][:1])
         for a, many in zip(stacks, together, strict=True):
             one = (*solver(a[i : i + 1], 1 / 4, 1e-9, state), state["Q"])
-            assert all(torch.equal(x[i], y[0]) for x, y in zip(many, one, strict=True)), i
+            assert all(torch.equal(x[i].nan_to_num(7.0), y[0].nan_to_num(7.0)) for x, y in zip(many, one, strict=True)), i
 
 
 @TRACKS
