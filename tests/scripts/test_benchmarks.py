@@ -69,7 +69,7 @@ def test_step(bench: dict[str, ModuleType], tmp_path: Path) -> None:
     data, text = run(bench["step"], tmp_path, "--models", *models, *flags)
     check_record(data, text, tmp_path)
     rows = {(row["model"], row["optimizer"]): row for row in data["results"]}
-    names = ["lather together", "lather staggered", "lather root=newton precondition_frequency=3"]
+    names = ["lather together", "lather staggered", "lather root=newton precondition_frequency=3, routed"]
     assert {name for _, name in rows} >= {"AdamW fused", *names}
     assert [row[:2] for row in rows_of(text)] == [list(key) for key in rows]
     for row, cells in zip(rows.values(), rows_of(text), strict=True):
