@@ -153,3 +153,9 @@ def test_minimax_in_halves_sees_what_is_not_finite(in_halves):
 
 def test_only_float32_on_a_gpu_is_in_halves():
     assert products.has_kernels(torch.device("cuda")) and not products.is_in_halves(torch.zeros(1, 2, 2))
+
+
+def test_a_trace_that_overflows_is_not_ok(in_halves):
+    in_halves(True)
+    a = torch.stack([1e38 * torch.eye(8), torch.eye(8)])
+    assert lather.Minimax(relative_eps=1e-2)(a, 0.5, Relative(1e-2), {}).ok.tolist() == [False, True]

@@ -324,3 +324,12 @@ def test_low_memory() -> None:
     fresh.load_state_dict(opt.state_dict())
     state: list[Tensor] = [v for entry in fresh.state.values() for v in entry.values()]
     assert {v.dtype for v in state} == {torch.float32, torch.bfloat16}
+
+
+@pytest.mark.parametrize("arguments", [{"betas": (0.0, 0.95)}, {"lr": 1e-3, "betas": [0.0, 0.9]}], ids=str)
+def test_low_memory_without_a_filter(arguments):
+    """What a preset chooses never raises."""
+    model = torch.nn.Linear(4, 4)
+    assert lather.low_memory(model, **arguments).param_groups[0]["filter_dtype"] is None
+    assert lather.low_memory(model, 1e-3, arguments["betas"]).param_groups[0]["filter_dtype"] is None
+    assert lather.low_memory(model).param_groups[0]["filter_dtype"] == "bfloat16"

@@ -44,7 +44,7 @@ class Minimax(RootSolver):
 
     `q` is never formed. With `R = b M + c M^2` a product with it is `q Y = a Y + R Y`, so what rounding would hurt most stays out
     of the product. On GPUs this makes 16 bits enough for all steps if `d >= 512`, and for all but the first if `d` is smaller.
-    With a smaller `relative_eps` more of the first steps are in float32 (`exact_steps`), which takes about ten times as long.
+    With a smaller `relative_eps` more of the first steps are in float32 (`exact_steps`), which is several times slower.
 
     `relative_eps`: `ridge = max(eps, relative_eps * z)`, `z = 1.02 ||A^2||_F^(1/2) >= lambda_max`. Where `eps` is the smaller
     one, this damps more than was asked for. Rounding is amplified by up to `1 / relative_eps`. In 16 bits the error of `X` on a
