@@ -76,9 +76,9 @@ def train(task: Task, run: Run, recipe: Recipe, write: Callable[[Row], None], lo
     """
     memory = Memory()
     task.begin(run.seed)
-    optimizers = recipe.make(task.model, run.lr, **recipe.options)
-    peaks = [(group, group["lr"]) for opt in optimizers for group in opt.param_groups]
     steps = task.steps(run.length)
+    optimizers = recipe.make(task.model, run.lr, **recipe.options, **({"steps": steps} if recipe.told else {}))
+    peaks = [(group, group["lr"]) for opt in optimizers for group in opt.param_groups]
     looks = min(steps, looks or task.looks(run.length))
     watch = max(steps * (looks - 1) // looks, steps - WATCHED)
     total, since, seconds, rows = torch.zeros((), device=DEVICE), 0, 0.0, list[Row]()

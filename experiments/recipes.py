@@ -20,6 +20,7 @@ class Recipe(NamedTuple):
     options: Mapping[str, Any]
     rates: tuple[float, ...]
     constant: bool = False  # no schedule but the warm-up
+    told: bool = False  # whether `make` takes the number of steps too
 
     def why_not(self) -> str | None:
         """What lather, or a torch that is too old, says against it, if it does."""

@@ -46,6 +46,7 @@ BITS = Measure("bits", float, 3, "bits per byte")
 NATS = Measure("valid_loss", float, 3, "validation loss")
 ACCURACY = Measure("valid_error", lambda error: 100 * (1 - error), 2, "accuracy %")
 MEASURES = {"wikitext": BITS, "ablations": BITS, "text": BITS, "nanogpt": NATS, "vit": ACCURACY, "resnet": ACCURACY}
+MEASURES |= {f"ideas-{task}": MEASURES[task] for task in ("wikitext", "vit", "text")}
 
 
 class Section(NamedTuple):

@@ -31,7 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "refresh_warmup": 0.1,  # roots are at most this part of all steps old; the default is off with a delay
     "refresh": "together", "refresh_delay": 0, "on_nonfinite": "skip",
     "root_dtype": None, "filter_dtype": None,  # the names of what roots and the filtered gradient are rounded to
-    "factors": "full",  # how factors and roots are kept, of no effect here
+    "factors": "auto",  # how factors and roots are kept, of no effect here
 }
 # fmt: on
 EPS = {"relative": {"kl": 1e-4, "soap": 1e-8, "shampoo": 1e-4}, "absolute": {"kl": 1e-6, "soap": 1e-8, "shampoo": 1e-12}}
@@ -47,7 +47,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "on_nonfinite": ("skip",),
     "root_dtype": (None, "float64", "float32", "bfloat16", "float16"),
     "filter_dtype": (None, "float32", "bfloat16"),
-    "factors": ("full", "packed"),
+    "factors": ("auto", "full", "packed"),
 }
 
 

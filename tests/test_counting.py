@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 import sys
 from collections import Counter
@@ -98,7 +99,7 @@ def test_lr_tensor_on_the_host_is_no_device_read():
 def test_an_lr_tensor_is_checked_when_it_is_new():
     """Not again when another option changes."""
     p = torch.nn.Parameter(torch.randn(4, 4))
-    opt = lather.Shampoo([p], lr=torch.tensor(0.1))
+    opt = lather.Shampoo([p], lr=torch.tensor(0.1), start_preconditioning_step=math.inf)
     for eps in (1e-3, 1e-4):
         p.grad = torch.randn(4, 4)
         opt.param_groups[0]["eps"] = eps
@@ -210,7 +211,7 @@ WALKED = {
     "state_dtype": "float32",
     "root_dtype": None,
     "filter_dtype": None,
-    "factors": "full",
+    "factors": "auto",
 }
 
 

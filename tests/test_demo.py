@@ -144,7 +144,7 @@ def test_plan_shows_what_smaller_state_saves(capsys: pytest.CaptureFixture[str])
         found: dict[str, int] = json.loads(capsys.readouterr().out)["memory"]
         return found
 
-    plain, small = memory(), memory("--factors", "packed", "--root-dtype", "bfloat16")
+    plain, small = memory("--factors", "full"), memory("--factors", "packed", "--root-dtype", "bfloat16")
     assert (plain["factors"], small["factors"]) == (2 * 64 * 64 * 4, 64 * 65 * 4)
     assert (plain["roots"], small["roots"]) == (2 * 64 * 64 * 4, 64 * 65 * 2)
 

@@ -12,8 +12,9 @@ from interpreted import ROOT, run_interpreted
 import lather
 from lather import linalg, roots
 from lather.compute import kernel_executor, slices
-from lather.roots import products, track
-from lather.storage.copies import KernelCopies
+from lather.methods import soap
+from lather.roots import directions, products, track
+from lather.storage.copies import KernelCopies, Moving
 from lather.storage.grids import Grid
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which there is for Linux")
@@ -22,7 +23,16 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @needs_triton
 def test_other_kernels_under_the_interpreter():
     """The executor's are in another file, so that another worker can run them."""
-    run_interpreted("test_copies.py", "test_packed.py", "test_products.py", "test_polar.py", "test_track.py", "test_travel.py")
+    run_interpreted(
+        "test_copies.py",
+        "test_directions.py",
+        "test_move.py",
+        "test_packed.py",
+        "test_products.py",
+        "test_polar.py",
+        "test_track.py",
+        "test_travel.py",
+    )
 
 
 def test_no_kernels_are_left_out():
@@ -43,11 +53,11 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lather.kernels import copies, dense, packed, step
+    from lather.kernels import copies, dense, moments, packed, step
 
     kinds = {
         torch.float32: "*fp32", torch.float64: "*fp64", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32",
-        torch.uint8: "*u8", torch.bfloat16: "*bf16",
+        torch.uint8: "*u8", torch.bfloat16: "*bf16", torch.bool: "*i1",
     }  # fmt: skip
     seen, loaded_ahead, in_vectors, small = set(), set(), [], gpu != 90  # elsewhere those that need memory are looked at only
 
@@ -85,8 +95,10 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
         ([(8, 8, 3)], {"merge_dims": False, "root": "eigh"}),
         ([(8, 16)], {"preconditioner": "spectral", "graft": None}),
         ([(256, 128)], {"factors": "packed", "filter_dtype": "bfloat16", "root": "eigh"}),
+        ([(256, 128)], {"preconditioner": "soap", "graft": None, "root": "eigh"}),
     )
-    for shapes, options in models[: 1 if small else 4]:
+    monkeypatch.setattr(soap, "has_kernels", lambda device: True)
+    for shapes, options in models[: 1 if small else len(models)]:
         params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
         opt = lather.Shampoo(params, precondition_frequency=1, **options)
         for p in params:
@@ -107,17 +119,26 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(linalg, "packs_by_kernels", lambda d, device: True)
     for dtype, d in ((torch.float32, 256), (torch.bfloat16, 33)):
         linalg.unpack(linalg.pack(torch.ones(1, d, d)).to(dtype), torch.float32)
+    for shape in ((256, 128), (16, 8)):
+        u, whole = torch.ones(2, *shape), [torch.ones(2, d, d) for d in shape]
+        for given in (whole, [linalg.pack(x) for x in whole]):
+            assert directions.fits(u, given)
+            directions.precondition(u, given, torch.empty_like(u), directions.Sizes(torch.ones(2), torch.ones(2)))
     monkeypatch.setattr(track, "has_kernels", lambda device: True)
     for d in (256, 40, 65):  # with a last tile that is whole, of half the width, and of one column
         track.cholesky(torch.ones(1, d, d))
+        track.take_columns(torch.ones(1, d, d), torch.zeros(1, d, dtype=torch.int64))
+    soap.turn_(torch.ones(1, 64, 64), {i: torch.ones(1, 64, 64) for i in range(2)}, torch.ones(1, dtype=torch.bool))
     for own, other in ((torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.float32, torch.int8)):
         flat, grids = torch.zeros(999, dtype=own), [Grid(0, 0, (0,), (512,)), Grid(0, 513, (0,), (1,))]
         for into in (True, False)[: 2 if other.is_floating_point else 1]:
             KernelCopies(grids, flat, [0], into_flat=into).run({0: torch.zeros(512, dtype=other)})
-    assert in_vectors == 5 * [True, False]
+    moving, to = Moving(1.0, 0.1, 0.9, 1.0, True), {0: torch.zeros(512)}
+    KernelCopies(grids, torch.zeros(999), [0], into_flat=False).move(to, {0: torch.zeros(512)}, moving, None)
+    assert in_vectors == 6 * [True, False]
     assert seen == {
         name
-        for module in (copies, dense, packed, step)
+        for module in (copies, dense, moments, packed, step)
         for name, x in vars(module).items()
         if isinstance(x, triton.runtime.JITFunction) and x.__module__ == module.__name__ and name[0] != "_"
     }

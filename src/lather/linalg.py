@@ -132,7 +132,7 @@ def unpack(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return x.to(dtype)
     d = side_of(x)
     if packs_by_kernels(d, x.device):
-        return _moved("unpack", x, (d, d), dtype)
+        return unpack_by_kernels(x, dtype)
     return x.to(dtype).flatten(1).index_select(1, _mirrored(d, x.device)).view(-1, d, d)  # a CPU is slow at picking 16 bits
 
 
@@ -141,7 +141,12 @@ def packs_by_kernels(d: int, device: torch.device) -> bool:
     return device.type == "cuda" and d < 1 << 15 and has_kernels(device)
 
 
-def _moved(kernel: str, x: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def unpack_by_kernels(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    """The matrices ``[n, d, d]`` of a packed stack in a dtype, times the squares of ``scale[n]`` if that is given."""
+    return _moved("unpack", x, (side_of(x), side_of(x)), dtype, scale)
+
+
+def _moved(kernel: str, x: Tensor, shape: tuple[int, int], dtype: torch.dtype, *scale: Tensor | None) -> Tensor:
     from .kernels import packed
 
     found, d = torch.empty(len(x), *shape, dtype=dtype, device=x.device), side_of(x)
@@ -149,7 +154,7 @@ def _moved(kernel: str, x: Tensor, shape: tuple[int, int], dtype: torch.dtype) -
         tiles = -(-d // TILE)
         launch = getattr(packed, kernel)[len(x), tiles, tiles]
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            launch(x.contiguous(), found, d, EVEN=d % 16 == 0, SIDE=TILE, num_warps=8)
+            launch(x.contiguous(), found, *scale, d, EVEN=d % 16 == 0, SIDE=TILE, num_warps=8)
     return found
 
 
@@ -195,9 +200,14 @@ def rotate(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
 def product(
     a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0
 ) -> Tensor:
-    """``alpha a b`` for ``a [n, i, k]`` and ``b [n, k, j]``, plus ``beta add`` if ``add [n, i, j]`` is given."""
+    """``alpha a b`` for ``a [n, i, k]`` and ``b [n, k, j]``, plus ``beta add`` if ``add [n, i, j]`` is given.
+
+    Two stacks of float16 have a product in float32 if ``out`` is of that dtype.
+    """
     if not a.is_cpu:
         return _product(a, b, out, add, alpha, beta)
+    if out is not None and out.dtype != a.dtype:
+        a, b = a.to(out.dtype), b.to(out.dtype)
     x, y = aligned(a), aligned(b)
     found = _product(x, y, None, None if add is None else aligned(add), alpha, beta)
     if x is not a or y is not b:
@@ -208,6 +218,8 @@ def product(
 def _product(a: Tensor, b: Tensor, out: Tensor | None, add: Tensor | None, alpha: float, beta: float) -> Tensor:
     if add is not None:
         return torch.baddbmm(add, a, b, beta=beta, alpha=alpha, out=out)
+    if out is not None and out.dtype != a.dtype:
+        return torch.bmm(a, b, out_dtype=out.dtype, out=out)
     if alpha == 1:
         return torch.bmm(a, b, out=out)
     if not a.is_cuda:  # with alpha a CPU multiplies one operand by it, and a Gram matrix is no longer symmetric
@@ -247,7 +259,7 @@ def factorize(f: Callable[..., Sequence[Tensor]], *stacks: Tensor) -> Sequence[T
 
 
 def symmetrize(a: Tensor) -> Tensor:
-    return (a + a.mT) / 2
+    return (a + a.mT).div_(2)
 
 
 def norms(x: Tensor) -> Tensor:
@@ -299,8 +311,9 @@ def eye_like(a: Tensor) -> Tensor:
 
 
 def all_finite(x: Tensor) -> Tensor:
-    """[n] bool: whether every entry of the slot is finite. One pass: the largest entry is NaN if one is."""
-    return cast(Tensor, torch.linalg.vector_norm(x.flatten(1), torch.inf, dim=1)).isfinite()
+    """[n] bool: whether every entry of the slot is finite. The largest and the least are NaN if one is."""
+    x = x.flatten(1)
+    return (x.amax(1) < torch.inf) & (x.amin(1) > -torch.inf)  # on a CPU ten times as fast as the norm of largest entries
 
 
 def normalize(a: Tensor, floor: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
@@ -308,7 +321,7 @@ def normalize(a: Tensor, floor: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
 
     Division by ``c`` is exact. Afterwards squares neither overflow nor vanish.
     """
-    size = a.abs().amax((1, 2), keepdim=True).clamp(min=floor)
+    size = torch.linalg.vector_norm(a, torch.inf, dim=(1, 2), keepdim=True).clamp(min=floor)
     c = torch.where(size > 0, size / (2 * torch.frexp(size).mantissa), 1.0)  # exact down to denormals, unlike ldexp, a float pow
     return a / c, c
 
@@ -325,6 +338,11 @@ def relative_ridge(a: Tensor, eps: float) -> Tensor:
         with full_precision(a.device):
             x, scale = normalize(a)
             size = norms(product(x, x)).sqrt() * scale.flatten()  # in this order the norm itself cannot overflow
+    return ridge_of_size(size, eps)
+
+
+def ridge_of_size(size: Tensor, eps: float) -> Tensor:
+    """The relative ridge [n] of factors whose Schatten 4-norm is known."""
     return torch.where(size == 0, 1.0, (eps * size).clamp(min=SMALLEST_RIDGE))
 
 

@@ -99,7 +99,7 @@ class Shampoo(torch.optim.Optimizer):
         state_dtype: str | torch.dtype = "float32",
         root_dtype: str | torch.dtype | None = None,
         filter_dtype: str | torch.dtype | None = None,
-        factors: str = "full",
+        factors: str = "auto",
         blocks: str = "global",
         communication_dtype: str | torch.dtype | None = None,
         process_group: Any = None,

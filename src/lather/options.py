@@ -297,7 +297,7 @@ OPTIONS: dict[str, Option] = {
     "state_dtype": Option("float32", _state_dtype, "dtype of the state: `\"float32\"`, `\"float64\"` or `\"bfloat16\"`; arithmetic is in float32 or better", structural=True),
     "root_dtype": Option(None, _optional(dtype_name), "dtype in which roots are kept; default `state_dtype`", structural=True),
     "filter_dtype": Option(None, _optional(_dtype("float32", "bfloat16")), "dtype in which the filtered gradient is kept: `\"float32\"` or `\"bfloat16\"`; default `state_dtype`", structural=True, before=None),
-    "factors": Option("full", _choice("full", "packed"), "keep whole factors and roots, or only their lower triangles: the same numbers in half the memory. Checkpoints of one can be loaded into the other", structural=True),
+    "factors": Option(AUTO, _choice(AUTO, "full", "packed"), "`\"full\"`: keep whole factors and roots. `\"packed\"`: only their lower triangles, the same numbers in half the memory. `\"auto\"`: packed on a GPU where kernels do all the work with them, else full. Checkpoints of one can be loaded into the other", structural=True),
 }  # fmt: skip
 
 # Arguments of the constructor that are not in param groups and checkpoints: they say how the work is done.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .kernels import has_kernels
 from .methods import GRAFTS, METHODS, Graft, Hyper, Method
 from .options import AUTO, DEFAULT, NESTEROV, OPTIONS, STRUCTURAL, is_on_host, readers
 
@@ -82,6 +83,13 @@ class Settings:
 
     def method_of(self, kind: str) -> Method | None:
         return self.method if kind == "kronecker" else None
+
+    def packs(self, device: str) -> bool:
+        """Whether factors and roots of parameters on this device are packed: by default, if kernels do all the work with them."""
+        if self.hyper.packed is not None or self.method is None:
+            return bool(self.hyper.packed)
+        by_kernels = self.method.kernels == "factors" and self.hyper.state_dtype == torch.float32
+        return by_kernels and has_kernels(torch.device(device))
 
     @cached_property
     def rate_on_device(self) -> bool:
@@ -225,7 +233,7 @@ def _hyper(group: Group) -> Hyper:
         beta2=beta2,
         beta3=beta1 if beta3 is None else beta3,
         relative_damping=group["damping"] == "relative",
-        packed=group["factors"] == "packed",
+        packed=None if group["factors"] == AUTO else group["factors"] == "packed",
         state_dtype=state_dtype,
         root_dtype=getattr(torch, group["root_dtype"] or group["state_dtype"]),
         filter_dtype=getattr(torch, group["filter_dtype"] or group["state_dtype"]),

@@ -149,3 +149,25 @@ def test_side_by_side_does_everything_once(cuda, capturing):
     assert done == numbers
     side_by_side([])
     assert done == numbers
+
+
+def test_branches_of_branches_have_streams_of_their_own(cuda, monkeypatch):
+    """Otherwise a branch would wait for what another one does there."""
+    used, now, make = [], [], module.stream_of
+
+    def stream_of(device, number):
+        now.append(number)
+        return make(device, number)
+
+    def branch():
+        now.clear()
+        side_by_side([lambda: None] * 3)
+        used.append(set(now))
+
+    monkeypatch.setattr(module, "stream_of", stream_of)
+    cuda.capturing = True
+    side_by_side([branch] * 2, branches=2)
+    assert [len(some) for some in used] == [2, 2] and not used[0] & used[1]
+    used.clear()
+    side_by_side([branch] * 4)  # there are no more
+    assert used == [set()] * 4

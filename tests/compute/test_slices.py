@@ -113,8 +113,8 @@ def test_slices_that_go_together_are_of_one_kind(monkeypatch):
         ("spectral", None, None, [[((8, 8), True), ((8,), False)]]),
         ("kl", None, None, [[((8, 8), True), ((8,), False)]]),
         ("kl", "adam", "nesterov", [[((8, 8), True)], [((8,), False)]]),
-        ("soap", "adam", None, [[((8, 8), True), ((8,), False)]]),
-        ("soap", None, None, [[((8, 8), True)], [((8,), False)]]),
+        ("soap", "adam", None, [[((8, 8), False), ((8,), False)]]),
+        ("soap", None, None, [[((8, 8), False)], [((8,), False)]]),
     ],
 )
 def test_methods_that_update_factors_in_their_own_way(method, graft, beta3, expected, monkeypatch):

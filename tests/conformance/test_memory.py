@@ -153,6 +153,20 @@ def test_state_of_a_language_model() -> None:
     assert sizes(preset="low_memory") == pytest.approx([8.02, 7.74], abs=0.01)
 
 
+@pytest.mark.skipif(not has_kernels(torch.device("cuda")), reason="needs Triton")
+def test_factors_are_packed_by_default_where_kernels_do_the_work() -> None:
+    def plans(device: str, **options: Any) -> list[int]:
+        return [
+            lather.plan({"w": (64, 32)}, device=device, factors=kind, **options).state_bytes for kind in ("auto", "full", "packed")
+        ]
+
+    for device, options in (("cpu", {}), ("mps", {}), ("cuda", {"preconditioner": "kl"}), ("cuda", {"state_dtype": "bfloat16"})):
+        usual, full, packed = plans(device, **options)
+        assert usual == full > packed
+    usual, full, packed = plans("cuda:1")
+    assert usual == packed < full
+
+
 def test_index_tables_of_packed_factors_are_planned() -> None:
     """Two tables for each size. Where kernels pack, none is needed."""
     shapes = {"w": (12, 8), "v": (8, 8), "c": (3, 4, 17), "b": (9,)}

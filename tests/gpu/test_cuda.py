@@ -6,6 +6,7 @@ python -m pytest tests/gpu
 from __future__ import annotations
 
 import copy
+import math
 from unittest import mock
 
 import pytest
@@ -14,10 +15,15 @@ from paper import PAPER, TODAY
 from reference import Reference
 
 import lather
-from lather.roots import has_kernels, polar, products
+from lather.linalg import is_packed, mode_product, pack, per_slot
+from lather.roots import directions, has_kernels, polar, products
 from lather.roots.track import _halves
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+needs_kernels = pytest.mark.skipif(
+    not torch.cuda.is_available() or not has_kernels(torch.device("cuda")), reason="needs a GPU that kernels are made for"
+)
 
 SHAPES = [(48, 32), (48, 32), (40, 70), (16, 8, 3, 3), (33,), ()]
 CASES = [
@@ -274,6 +280,65 @@ def test_matmul_precision_is_left_alone_and_roots_stay_accurate():
         torch.set_float32_matmul_precision("highest")
 
 
+@pytest.fixture
+def _inexact():
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@needs_kernels
+@pytest.mark.usefixtures("_inexact")
+@pytest.mark.parametrize("factors", ["auto", "full"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"graft": None}, {"graft": "sgd", "root_dtype": "bfloat16", "betas": (0.0, 1.0)}, {"beta3": "nesterov"}],
+    ids=str,
+)
+def test_directions_in_halves_agree_with_the_twin(options, factors):
+    """As those of TF32 do. Most blocks have sides that are multiples of 8."""
+    with mock.patch.object(directions, "precondition", side_effect=directions.precondition) as called:
+        opt, params, given = make(**options | {"factors": factors, "root": "eigh"})
+        assert_agrees(opt, params, given, options, 5e-3)
+    assert called.called and {is_packed(call.args[1][0]) for call in called.call_args_list} == {factors == "auto"}
+
+
+@needs_kernels
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "full"])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("condition", [1e1, 1e4])
+@pytest.mark.parametrize("shape", [(1024, 1024), (768, 3072), (64, 256), (24, 8)], ids=str)
+def test_directions_in_halves(shape, condition, size, packed):
+    """Against float64. A slot of zeros, one that is not finite, and a stack that is cut."""
+    n, generator = 5, torch.Generator("cuda").manual_seed(0)
+    u = size * torch.randn(n, *shape, device="cuda", generator=generator)
+    roots, exact = [], u.double()
+    for i, d in enumerate(shape):
+        q = torch.linalg.qr(torch.randn(n, d, d, device="cuda", generator=generator, dtype=torch.float64))[0]
+        roots.append((q * torch.logspace(0, -math.log10(condition), d, device="cuda", dtype=torch.float64) @ q.mT).float())
+        exact = mode_product(exact, roots[-1].double(), i)
+    u[1], u[2, 0, 0] = 0, torch.nan
+    out, back = torch.empty_like(u), torch.empty(n, device="cuda")
+    given, sizes = [pack(x) for x in roots] if packed else roots, directions.Sizes(u.flatten(1).abs().amax(1), back)
+    assert directions.fits(u, given)
+    with mock.patch.object(directions, "AT_A_TIME", 2 * max(shape) ** 2):
+        directions.precondition(u, given, out, sizes)
+    found = out.double() * per_slot(back.double(), out)
+    assert found[1].count_nonzero() == 0 and not found[2].isfinite().all()
+    for i in (0, 3, 4):
+        assert torch.linalg.vector_norm(found[i] - exact[i]) <= 2e-3 * torch.linalg.vector_norm(exact[i])
+
+
+def test_factors_are_packed_by_default():
+    """And what a plan on paper says is what there is."""
+    opt, params, given = make()
+    run(opt, params, 1, 3)
+    paper = lather.plan({str(i): s for i, s in enumerate(SHAPES)}, device="cuda", **given)
+    held = sum(x.nbytes for p in params for key, x in opt.state[p].items() if key != "step")
+    assert paper.memory == opt.plan().memory and held == paper.state_bytes
+    assert any(is_packed(bank.state["L0"]) for bank in opt._session.run.banks if bank.key.modes) == has_kernels(params[0].device)
+
+
 @pytest.mark.parametrize("d", [1, 33, 100, 768])
 def test_choleskys_by_halves(d):
     """As in float64 by torch; also as a graph, and a slot that breaks down stays alone."""
@@ -353,10 +418,6 @@ def test_counts_from_before_a_load_do_not_matter():
 
 
 # Polar factors.
-
-needs_kernels = pytest.mark.skipif(
-    not torch.cuda.is_available() or not has_kernels(torch.device("cuda")), reason="needs a GPU that kernels are made for"
-)
 
 
 def matrices(n, rows, columns, condition):

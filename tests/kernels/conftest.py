@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from lather.compute import kernel_executor, slices, tables
+from lather.methods import soap
 from lather.roots import has_kernels
 from lather.storage import buffers, copies
 
@@ -43,8 +44,9 @@ def interpret(set_: Callable[[Any, str, Any], None]) -> None:
     suits = slices.suits
     set_(slices, "suits", lambda device, *rest: suits("cuda", *rest))
     small = {"BLOCK": 128, "SIDE": 16, "DEPTH": 16, "REDUCE": 2}
-    set_(buffers, "has_kernels", lambda device: True)
-    for module in (slices, tables, kernel_executor, copies):
+    for module in (buffers, soap):
+        set_(module, "has_kernels", lambda device: True)
+    for module in (slices, tables, kernel_executor, copies, soap):
         for name in small.keys() & vars(module).keys():
             set_(module, name, small[name])
     _hurry()

@@ -60,9 +60,9 @@ def counted(monkeypatch):
     """How often the kernel was launched."""
     launches, launch = Counter(), copies.KernelCopies._launch
 
-    def see(self, *args):
+    def see(self, *args, **fixed):
         launches["copy"] += len(self._launches)
-        launch(self, *args)
+        launch(self, *args, **fixed)
 
     monkeypatch.setattr(copies.KernelCopies, "_launch", see)
     return launches

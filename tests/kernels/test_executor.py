@@ -19,7 +19,7 @@ from lather.compute.kernel_executor import KernelExecutor
 from lather.compute.slices import Window, scratch_sizes
 from lather.compute.torch_executor import TorchExecutor
 from lather.presets.from_torch import SMALL
-from lather.roots import polar
+from lather.roots import directions, polar
 from lather.storage.buffers import Scratch
 from lather.storage.step import Stored
 from lather.storage.update import rate_of
@@ -164,7 +164,7 @@ def test_agrees_with_torch(name, monkeypatch):
         assert_close([p], [q.detach().double()])
         mine, other = kernels.state[p], plain.state[q]
         assert mine.keys() == other.keys()
-        assert_close(mine.values(), [value.double() for value in other.values()])
+        assert_close(mine.values(), [value.double() for value in other.values()], 1e-5)  # roots by eigh in float32
     torch.testing.assert_close(kernels.metrics(), plain.metrics(), rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
@@ -672,6 +672,80 @@ def test_gradients_from_stacks_and_directions_that_leave(reads_gradients, betas,
                     others[block.param].sub_(GIVEN["lr"] * direction.nan_to_num())
         made.end(begun)
     assert_close(others, [p.detach().double() for p in params], 2e-7)
+
+
+@pytest.fixture
+def _inexact():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+WHOLE_VECTORS = [(24, 8), (24, 8), (16, 24), (16, 8, 3, 3), (5, 9), (9,)]  # the first three are multiplied in halves
+
+
+@pytest.fixture
+def halved(monkeypatch):
+    """How many slots are multiplied in halves, call by call."""
+    made, found = directions.precondition, []
+    monkeypatch.setattr(directions, "precondition", lambda u, *rest: (found.append(len(u)), made(u, *rest))[1])
+    return found
+
+
+@pytest.mark.usefixtures("_inexact")
+@pytest.mark.parametrize("factors", ["packed", "full"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"graft": None},
+        {"graft": None, "beta3": "nesterov", "weight_decay": 0.1},
+        {"graft": "constant", "root_dtype": "bfloat16"},
+        {"preconditioner": "kl", "graft": None},
+        {"averaging": "gpa", "graft": None},
+    ],
+    ids=str,
+)
+def test_directions_in_halves(options, factors, halved):
+    """As TF32 does, they agree with the twin to 11 bits. Only the size of what is multiplied differs, and no one notices."""
+    params = parameters(WHOLE_VECTORS)
+    opt, twin = pair(params, **options | {"factors": factors})
+    for step in range(1, 6):
+        grads, before = gradients(step, WHOLE_VECTORS), sum(halved)
+        take(opt, params, grads)
+        twin.step(grads)
+        assert sum(halved) == before + (3 if step > 1 else 0)
+    for p, q in zip(params, twin.params, strict=True):
+        assert torch.linalg.vector_norm(p.detach() - q) <= 2e-3 * torch.linalg.vector_norm(q)
+
+
+def test_precision_may_change(halved):
+    """What directions in halves were multiplied by is forgotten when they are exact."""
+    params = parameters(WHOLE_VECTORS)
+    opt, twin = pair(params, graft=None, precondition_frequency=1)
+    for step, precision in enumerate(("fast", "float32", "fast"), 1):
+        opt.param_groups[0]["precision"] = precision
+        grads = gradients(step, WHOLE_VECTORS)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lather.compute.kernel_executor.are_products_exact", lambda precision=precision: precision != "fast")
+            take(opt, params, grads)
+        twin.step(grads)
+        for p, q in zip(params, twin.params, strict=True):
+            assert torch.linalg.vector_norm(p.detach() - q) <= 2e-3 * torch.linalg.vector_norm(q)
+    assert sum(halved) == 6
+
+
+@pytest.mark.usefixtures("_inexact")
+@pytest.mark.parametrize("graft", [None, "adam"])
+def test_a_root_that_is_broken_is_found_in_halves(graft):
+    params = parameters(WHOLE_VECTORS)
+    opt = run(params, 1, 3, WHOLE_VECTORS, graft=graft)
+    bank = next(bank for bank in opt._session.run.banks if bank.key.shape == (16, 24))
+    bank.state["X1"][0, 3, 5] = torch.nan
+    with pytest.warns(lather.NumericalWarning, match="starts anew"):
+        take(opt, params, gradients(3, WHOLE_VECTORS))
+    assert all(p.isfinite().all() for p in params)
 
 
 HALVES, ONE = ("highest", 0, 1e-6), ("high", 1e-5, 1e-3)

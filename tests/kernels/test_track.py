@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lather.kernels import dense
+from lather.methods.soap import turn_, turned
 from lather.roots import Track, track
 
 
@@ -127,3 +128,23 @@ def test_launches(d, total, monkeypatch):
         track._halves(a)
     assert len(launches.found) + kernel.__getitem__.return_value.call_count == total
     assert set(launches.found) <= {"bmm", "baddbmm_", "zeros_like"}  # nothing is read back
+
+
+@pytest.mark.parametrize("shape", [(20, 33), (33, 5, 18)])
+def test_a_moment_is_turned_where_bases_were_axes(shape):
+    w, axes = torch.rand(3, *shape), [torch.eye(d).repeat(3, 1, 1) for d in shape]
+    new = {i: torch.linalg.qr(torch.randn(3, d, d))[0] for i, d in enumerate(shape)}
+    old = {i: torch.where(torch.tensor([True, False, True])[:, None, None], axes[i], q) for i, q in new.items()}
+    want = turned(w, old, new)
+    assert torch.equal(want[1], w[1]) and not torch.allclose(want[0], w[0])
+    before = w.clone()
+    turn_(w, new, torch.tensor([True, False, False]))
+    torch.testing.assert_close(w[0], want[0])
+    assert torch.equal(w[1:], before[1:])
+
+
+def test_columns_in_an_order(by_kernels):
+    x, order = torch.randn(3, 300, 300), torch.stack([torch.randperm(300) for _ in range(3)])
+    moved = track.take_columns(x, order)
+    by_kernels(False)
+    assert torch.equal(moved, track.take_columns(x, order))

@@ -80,9 +80,9 @@ def launches(n, wire):
     params = [torch.nn.Parameter(distribute_tensor(x, mesh, [Shard(0)])) for x in whole]
     opt = lather.Shampoo(params, communication_dtype=wire, **GIVEN | {"max_preconditioner_dim": 8, "momentum": 0.9})
 
-    def see(self, *args):
+    def see(self, *args, **fixed):
         counts[phases[-1]] += len(self._launches)
-        launch(self, *args)
+        launch(self, *args, **fixed)
 
     def named(name):
         phase = getattr(Unit, name)
@@ -104,10 +104,10 @@ def launches(n, wire):
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 def test_copies_do_not_grow_with_pieces(wire, pool):
     """Phase 1: gradients into a flat buffer, and into messages. 2: those that arrive into stacks, directions into messages, with
-    their scales. 3: directions with scales into a flat buffer, parameters and momenta in and out. Without scales, directions are
-    used where they arrive."""
+    their scales. 3: directions with scales into a flat buffer, from where they move parameters and momenta. Without scales,
+    they are used where they arrive."""
     scales = wire == "int8"
     for n in (2, 4):
         for counts, blocks in pool.run(launches, n, wire):
             assert blocks == 2 * n
-            assert counts == {"send": 2, "compute": 2 + scales, "apply": 4 + 2 * scales}
+            assert counts == {"send": 2, "compute": 2 + scales, "apply": 1 + 2 * scales}

@@ -63,7 +63,7 @@ def test_relative_damping_does_not_see_the_scale_of_gradients(options: Options, 
     """Factors grow in proportion to gradients, from the first step on."""
     grads = gradients(14, dtype)
     plain, state = train(grads, dtype, **options)
-    tolerance = 2e-4 if dtype == torch.float32 else 1e-9  # the first roots are of factors without full rank
+    tolerance = 2e-3 if dtype == torch.float32 else 1e-9  # the first roots are of factors without full rank
     assert not any(torch.allclose(a, b.detach(), atol=1e-2) for a, b in zip(plain, parameters(dtype), strict=True))
     for c in (1e-6, 1e6):
         scaled, other = train([[c * g for g in row] for row in grads], dtype, **options)

@@ -197,7 +197,7 @@ def test_what_is_searched() -> None:
     found = [row.options for row in lather.tune(model, device="cpu").rows]
     assert {o["max_preconditioner_dim"] for o in found} == {512, 1024, 2048, 4096}
     assert {o["root"] for o in found} == {"auto", "newton"} and {o["refresh"] for o in found} == {"together", "staggered"}
-    assert {(o["factors"], o["root_dtype"]) for o in found} == set(product(("full", "packed"), ("float32", "bfloat16")))
+    assert {(o["factors"], o["root_dtype"]) for o in found} == set(product(("auto", "packed"), ("float32", "bfloat16")))
     saving = [o for o in found if o["factors"] == "packed"]
     assert {o["root"] for o in saving} == {"newton"}  # the fastest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import final
 
 import torch
@@ -98,7 +99,7 @@ def initial_state(key: BankKey, stack: Stack, settings: Settings) -> State:
     """Fresh state for the options as they are now. A stack on the meta device gives the shapes alone."""
     state: State = {}
     if method := settings.method_of(key.kind):
-        state |= method.init(stack, settings.hyper)
+        state |= method.init(stack, replace(settings.hyper, packed=settings.packs(key.device)))
     if settings.hyper.beta1 > 0:
         state |= init_filter(stack, settings.hyper)
     return state | settings.graft_of(key.kind).init(stack, settings.hyper)

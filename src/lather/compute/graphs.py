@@ -4,6 +4,7 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, final
 
@@ -92,18 +93,34 @@ def turns_on(device: int) -> Turns:
     return Turns()
 
 
-def side_by_side(works: Sequence[Callable[[], object]]) -> None:
-    """Do independent things. While a graph is captured they become branches, which a device can run at the same time."""
-    if len(works) < 2 or not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+_numbers: ContextVar[Sequence[int]] = ContextVar("numbers", default=range(2, 2 + BRANCHES))  # of the streams that branches may use
+
+
+def is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def side_by_side(works: Sequence[Callable[[], object]], branches: int = BRANCHES) -> None:
+    """Do independent things. While a graph is captured they become branches, which a device can run at the same time.
+
+    A branch may branch again. Branches share the streams that there are, so none waits for another one's work.
+    """
+    numbers = _numbers.get()
+    branches = min(branches, len(numbers), len(works))
+    if branches < 2 or not is_capturing():
         for work in works:
             work()
         return
-    main = torch.cuda.current_stream()
-    streams = [stream_of(main.device, 2 + i) for i in range(min(BRANCHES, len(works)))]
+    main, shares = torch.cuda.current_stream(), [numbers[i::branches] for i in range(branches)]
+    streams = [stream_of(main.device, share[0]) for share in shares]
     for stream in streams:
         stream.wait_stream(main)
     for i, work in enumerate(works):
-        with torch.cuda.stream(streams[i % len(streams)]):
-            work()
+        token = _numbers.set(shares[i % branches])
+        try:
+            with torch.cuda.stream(streams[i % branches]):
+                work()
+        finally:
+            _numbers.reset(token)
     for stream in streams:
         main.wait_stream(stream)

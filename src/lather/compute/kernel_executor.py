@@ -21,6 +21,7 @@ from ..methods import Context, Hyper, Kronecker, filter_correction
 from ..methods.shampoo import factor_correction
 from ..planning.schedule import started_slots
 from ..roots import stages
+from ..roots.directions import Sizes
 from ..settings import Settings
 from ..storage.buffers import Scratch
 from ..storage.step import Step, Stored
@@ -106,6 +107,7 @@ class KernelExecutor(Executor[Seen]):
         self.moves_parameters = moves_parameters
         self._reads_gradients, self._scratch, self._graphs = reads_gradients, scratch, graphs
         self._needs = scratch_sizes(slices, settings)
+        self._packed = settings.packs(self.key.device)
         self._members = tuple(dict.fromkeys(self.param_numbers))
         self._starts = running_totals(part.flat_numel for part in slices)  # of each slice in flat buffers
         self._plane = half_plane(slices)
@@ -225,7 +227,7 @@ class KernelExecutor(Executor[Seen]):
             halves=2 if are_products_exact() else 1,
             plain=self._torch_takes_in or hyper.beta1 == 0,
             clear=soiled and self._is_padded,
-            packed=hyper.packed,
+            packed=self._packed,
             grad=sources.dtype,
             param=sources.params[0].dtype if sources.params else torch.float32,
             root=hyper.root_dtype,
@@ -299,17 +301,18 @@ class KernelExecutor(Executor[Seen]):
         reading |= {"COUPLED": v.coupled, "GRAD": _type(v.grad), "PARAM": _type(v.param)}
         tables.launch(kernels.size_of_gradients, reading, tables.tile_sums)
         kernels.look_at_gradients[self.n,](
-            tables.slots, tables.tile_sums, b.active, tables.skip_counters, b.alive, b.scale, self.n, b.numbers,
-            BLOCK=REDUCE, num_warps=1,
+            tables.slots, tables.tile_sums, b.active, tables.skip_counters, b.alive, b.scale, b.largest, self.n,
+            b.numbers, BLOCK=REDUCE, num_warps=1,
         )  # fmt: skip
         if v.clear:
             self._memory["halves"].zero_()
         slots = {"alive": b.alive, "scale": b.scale, "corrections": b.corrections, "n": self.n, "UNIFORM": v.uniform}
         copies = {"plain": self._memory.get("plain"), "filtered": self._memory.get("filtered"), "plane": self._plane}
+        copies |= {"largest": b.largest if v.halves == 1 else None}
         made = {"FILTER": v.filtered, "LOOKS_AHEAD": v.looks_ahead, "SECOND": v.second, "PLAIN": v.plain, "HALVES": v.halves}
         made |= {"KEPT": _type(v.kept)}
         if self.method and self.method.judges:  # it needs the gradients as they are, before anything is averaged
-            only = made | {"FILTER": False, "LOOKS_AHEAD": False, "SECOND": False}
+            only = made | {"largest": None, "FILTER": False, "LOOKS_AHEAD": False, "SECOND": False}
             tables.launch(kernels.average, {**reading, **slots, **copies, **only}, tables.graft_sums)
             side_by_side([partial(self._judge, seen, i, part) for i, part in self._costly_first()])
         tables.launch(kernels.average, {**reading, **slots, **copies, **made}, tables.graft_sums)
@@ -370,9 +373,9 @@ class KernelExecutor(Executor[Seen]):
         if any(goes) and v.graft:
             tables.launch(kernels.size_of_directions, {"flat": flat}, tables.tile_sums)
         kernels.choose[self.n,](
-            tables.slots, tables.graft_sums, tables.tile_sums, b.alive, b.started, b.gain, b.corrections, self.n, b.numbers,
-            GRAFT=v.graft, RMS=self.graft.rms, LINEAR=self.method is None or self.method.linear, UNIFORM=v.uniform,
-            ROOT=_type(v.root), BLOCK=REDUCE, num_warps=1,
+            tables.slots, tables.graft_sums, tables.tile_sums, b.alive, b.started, b.back, b.gain, b.corrections, self.n,
+            b.numbers, GRAFT=v.graft, HALVED=v.halves == 1, RMS=self.graft.rms,
+            LINEAR=self.method is None or self.method.linear, UNIFORM=v.uniform, ROOT=_type(v.root), BLOCK=REDUCE, num_warps=1,
         )  # fmt: skip
         addresses = {"weights": b.addresses.parameters, "momenta": b.addresses.momenta}
         buffers = {"flat": flat, "filtered": self._memory.get(v.filtered_in), **addresses}
@@ -388,8 +391,10 @@ class KernelExecutor(Executor[Seen]):
         ctx, corrections, role = seen.contexts[i], self._buffers.correction, seen.variant.filtered_in
         ctx = replace(ctx, steps=ctx.steps[slots], alive=ctx.alive[slots])
         first, last = (self.firsts[i] + slot for slot in (slots.start, slots.stop))
-        if self._torch_takes_in and part.custom_factors:
+        if self._torch_takes_in and (self.method.follows or part.custom_factors):
             ctx = replace(ctx, bc2=corrections("factor", first, last, seen.variant.uniform))
+        if seen.variant.halves == 1:
+            ctx = replace(ctx, sizes=Sizes(self._buffers.largest[first:last], self._buffers.back[first:last]))
         u = (part.state["m"] if role == "m" else self._stack(role, i))[slots]
         if not self.method.linear and seen.hyper.bias_correction and seen.variant.filtered:
             u = u / per_slot(corrections("filter", first, last, seen.variant.uniform), u)
@@ -433,7 +438,7 @@ class Buffers:
         self.numbers = self._words[:numbers].view(torch.float64)
         self.bc2 = self.numbers[position(Numbers, "factor_correction")]
         self.addresses = TensorAddresses(*self._words[numbers:].view(rows, tensors).unbind())
-        self.alive, self.scale, self.gain = torch.ones(3, n, dtype=torch.float32, device=device).unbind()
+        self.alive, self.scale, self.gain, self.largest, self.back = torch.ones(5, n, dtype=torch.float32, device=device).unbind()
         self.corrections = torch.ones(len(Corrections._fields), n, dtype=torch.float32, device=device)
         self.active = torch.ones(n, dtype=torch.uint8, device=device)
         self.started = torch.zeros(n, dtype=torch.uint8, device=device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -20,6 +20,7 @@ from .graphs import side_by_side
 RESCUES = 4  # slots of a bank that may be sent to eigh in one step: on an accelerator each makes the host wait
 # Elements of factors that are refreshed at a time, which bounds the memory: a quarter of all, within these limits.
 SMALLEST, LARGEST = 1 << 23, 1 << 24
+PARTS = 2  # batches that a graph has side by side, if the solver asks for it; they share that memory
 
 
 @dataclass(frozen=True)
@@ -43,18 +44,23 @@ def refresh(method: Kronecker, due: Sequence[Due], background: Background | None
     hard = [[slot for slot in job.slots if slot in job.failing][:RESCUES] for job in due]
     easy = [[slot for slot in job.slots if slot not in some] for job, some in zip(due, hard, strict=True)]
     threaded, ends = bool(due[0].ctx.hyper.root_device), list[tuple[Tensor, set[int]]]()
+    at_once = PARTS if all(job.solver.in_parts for job in due) else 1
     for parts, exact in ((easy, False), (hard, True)):
         jobs = [replace(job, slots=slots) for job, slots in zip(due, parts, strict=True) if slots]
         counts, left = [job.failed for job in jobs], [set(job.slots) for job in jobs]
-        batches = (Batch(method, batch, exact) for batch in cut_into_batches(jobs))  # made one at a time, for their memory
+        batches = [partial(Batch, method, batch, exact) for batch in cut_into_batches(jobs, at_once)]
         if background is None:
-            for batch in batches:
-                _do(batch, counts, left)
+            side_by_side([partial(_make_and_do, batch, counts, left) for batch in batches], at_once)
         else:
             background.attempt(partial(_hand_over, batches, background, counts, left, threaded))
             ends += zip(counts, left, strict=True)
     if background is not None:
         background.start(partial(_conclude, background, ends), [failed for failed, _ in ends], threaded)
+
+
+def _make_and_do(make: Callable[[], Batch], counts: Sequence[Tensor], left: Sequence[set[int]]) -> None:
+    """A batch has copies of its factors, so it is not made before its turn."""
+    _do(make(), counts, left)
 
 
 def _do(batch: Batch, counts: Sequence[Tensor], left: Sequence[set[int]]) -> None:
@@ -66,9 +72,14 @@ def _do(batch: Batch, counts: Sequence[Tensor], left: Sequence[set[int]]) -> Non
 
 
 def _hand_over(
-    batches: Iterable[Batch], background: Background, counts: Sequence[Tensor], left: Sequence[set[int]], threaded: bool
+    batches: Iterable[Callable[[], Batch]],
+    background: Background,
+    counts: Sequence[Tensor],
+    left: Sequence[set[int]],
+    threaded: bool,
 ) -> None:
-    for batch in batches:
+    for make in batches:
+        batch = make()
         background.start(partial(_do, batch, counts, left), [*batch.reads, *counts], threaded)
 
 
@@ -92,11 +103,11 @@ def is_capturable(due: Sequence[Due]) -> bool:
     return True
 
 
-def cut_into_batches(due: Sequence[Due]) -> list[dict[int, Due]]:
-    """What is due, by its number, in batches of bounded size. A slot stays whole."""
+def cut_into_batches(due: Sequence[Due], at_once: int = 1) -> list[dict[int, Due]]:
+    """What is due, by its number, in batches of bounded size. ``at_once`` of them share the memory. A slot stays whole."""
     sizes = [max(1, sum(elements_of(job.state, i) for i in modes_of(job.state))) for job in due]
     everything = sum(size * len(job.ctx.alive) for size, job in zip(sizes, due, strict=True))
-    room = most = min(LARGEST, max(SMALLEST, everything // 4))
+    room = most = min(LARGEST, max(SMALLEST, everything // 4)) // at_once
     batches: list[dict[int, Due]] = [{}]
     for number, (size, job) in enumerate(zip(sizes, due, strict=True)):
         slots = list(job.slots)

@@ -187,7 +187,9 @@ def scratch_sizes(slices: Sequence[BankSlice], settings: Settings) -> dict[str, 
 
 def torch_takes_in(slices: Sequence[BankSlice], method: Method | None) -> bool:
     """Whether torch updates state of the method from gradients."""
-    return method is not None and bool(method.sums) and any(piece.key.modes and not piece.kernel_factors for piece in slices)
+    if method is None or not method.sums:
+        return False
+    return any(piece.key.modes and (method.follows or not piece.kernel_factors) for piece in slices)
 
 
 def half_plane(slices: Sequence[BankSlice]) -> int:

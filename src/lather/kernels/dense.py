@@ -212,25 +212,106 @@ def halve(x, scale, out, rows, columns, padded_rows, padded_columns, BLOCK: tl.c
 
 
 @triton.jit
-def cholesky(a, lower, inverse, size, stride, width, TILE: tl.constexpr):
-    """For ``a = L L^T``: ``L`` and ``L^{-1}`` into ``lower`` and ``inverse``. If a pivot is not positive, they contain NaN.
+def _exponent(x):
+    """The whole number ``e`` with ``2^(e - 1) <= |x| < 2^e``. Zero counts as 2^-127."""
+    return ((x.to(tl.int32, bitcast=True) >> 23) & 255) - 126
+
+
+@triton.jit
+def _power_of_two(e):
+    """``2^e`` to the bit. Zero or Inf if that is no normal float32."""
+    return (tl.minimum(tl.maximum(e + 127, 0), 255) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _half_room(x, slot, d, room, PACKED: tl.constexpr, BLOCK: tl.constexpr):
+    """Half the exponent of the power of four that brings the trace of a matrix below ``2^room``."""
+    slot, trace = slot.to(tl.int64), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, d, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        if PACKED:
+            at = slot * (d * (d + 1) // 2) + i * (i + 3) // 2
+        else:
+            at = slot * d * d + i * (d + 1)
+        trace += tl.load(x + at, i < d, 0.0).to(tl.float32)
+    return (room - _exponent(tl.sum(trace))) >> 1
+
+
+@triton.jit
+def balance(
+    x0, x1, largest, scales, back, n, d0, d1, room0, room1, room, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What to multiply gradients and roots by before they are halved, and products of them afterwards. All are powers of two.
+
+    ``scales[3, n]`` are for gradients, whose ``largest[n]`` element then is below ``2^room``, and for roots, whose traces then are
+    below ``2^room0`` and ``2^room1``. They are to be applied twice. ``back[n]`` undoes them all.
+    """
+    slot = tl.program_id(0)
+    own = (room - _exponent(tl.load(largest + slot))) >> 1
+    first, second = _half_room(x0, slot, d0, room0, PACKED, BLOCK), _half_room(x1, slot, d1, room1, PACKED, BLOCK)
+    total = own + first + second
+    tl.store(scales + slot, _power_of_two(own))
+    tl.store(scales + n + slot, _power_of_two(first))
+    tl.store(scales + 2 * n + slot, _power_of_two(second))
+    tl.store(back + slot, _power_of_two(-2 * total))
+
+
+@triton.jit
+def _eliminate(x, BLOCK: tl.constexpr):
+    """For ``x = U^T D U``: ``D U`` on and above the diagonal, and ``U^{-T}`` below it. Only the upper triangle of ``x`` counts.
+
+    Elimination clears the part below the diagonal, so ``U^{-T}`` has room there: its rows are the same combinations of rows of
+    the identity. What is left to eliminate stays symmetric to the bit, so that its columns are its rows. With columns that are
+    rounded in another way this would be an elimination without pivoting of an unsymmetric matrix, which is unstable.
+    """
+    index = tl.arange(0, BLOCK)
+    r, c = index[:, None], index[None, :]
+    x = tl.where(r <= c, x, x.T)
+    for k in range(0, BLOCK):
+        row = tl.sum(tl.where(r == k, x, 0.0), 0, keep_dims=True)
+        column = tl.sum(tl.where(c == k, x, 0.0), 1, keep_dims=True)
+        pivot = 1 / tl.sum(tl.where(c == k, row, 0.0), 1, keep_dims=True)
+        x = tl.where(r > k, tl.where(c == k, -column * pivot, x - (column * row) * pivot), x)
+    return x
+
+
+@triton.jit
+def cholesky(a, lower, inverse, size, stride, width, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """For ``a = L L^T``: ``L`` and ``L^{-1}`` into ``lower`` and ``inverse``, whose upper triangles stay as they are.
 
     All three are ``width`` rows and columns of matrices that lie ``size`` elements apart, with rows ``stride`` elements apart.
+    Only the upper triangle of ``a`` is read. If a pivot is not positive, the results contain NaN.
 
-    Elimination gives ``a = U^T D U``. On and above the diagonal, ``x`` becomes ``D U``. Below it, elimination clears ``x``, so
-    ``U^{-T}`` is stored there: its rows are the same combinations of rows of the identity. Only the upper triangle of ``a``
-    is read. Rounding makes ``x`` unsymmetric, and with factors from below the diagonal this would be an elimination without
-    pivoting of an unsymmetric matrix, which is unstable.
+    BLOCK rows are eliminated at a time, as one row is in :func:`_eliminate`: ``x`` has what is left of ``a`` on and above the
+    blocks of its diagonal, and below them what will become rows of the inverse.
     """
     slot = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, TILE)
-    r, c = index[:, None], index[None, :]
-    one, inside = tl.where(r == c, 1.0, 0.0), (r < width) & (c < width)
-    x = tl.load(a + slot * size + r * stride + c, inside, one)
-    for k in range(0, width):
-        row = tl.sum(tl.where(r == k, x, 0.0), 0)
-        factor = row[:, None] * (1 / tl.sum(tl.where(index == k, row, 0.0)))
-        x = tl.where(r > k, tl.where(c == k, -factor, x - factor * row[None, :]), x)
-    scale = tl.sqrt_rn(tl.sum(tl.where(r == c, x, 0.0), 1))[:, None]
-    tl.store(lower + slot * size + c * stride + r, tl.where(r <= c, x, 0.0) / scale, inside)
-    tl.store(inverse + slot * size + r * stride + c, tl.where(r > c, x, one) / scale, inside)
+    a, lower, inverse = a + slot * size, lower + slot * size, inverse + slot * size
+    tile, block = tl.arange(0, TILE), tl.arange(0, BLOCK)
+    r, c = tile[:, None], tile[None, :]
+    one = tl.where(block[:, None] == block[None, :], 1.0, 0.0)
+    x = tl.load(a + r * stride + c, (r < width) & (c < width), tl.where(r == c, 1.0, 0.0))
+    for first in range(0, width, BLOCK):
+        i, j = first + block[:, None], first + block[None, :]
+        here = (c >= first) & (c < first + BLOCK)
+        rows = tl.sum(tl.where((r >= first) & (r < first + BLOCK), x, 0.0).reshape(TILE // BLOCK, BLOCK, TILE), 0)
+        corner = tl.sum(tl.where(here, rows, 0.0).reshape(BLOCK, TILE // BLOCK, BLOCK), 1)
+        corner = _eliminate(corner, BLOCK)
+        scale = tl.sqrt_rn(tl.sum(tl.where(i == j, corner, 0.0), 1))[:, None]
+        tl.store(lower + j * stride + i, corner / scale, (i <= j) & (j < width))
+        rows = tl.where(here, tl.where(c == i, 1.0, 0.0), rows)
+        rows = tl.dot(tl.where(i > j, corner, one) / scale, rows, input_precision="tf32x3")
+        tl.store(lower + c * stride + i, rows, (c >= first + BLOCK) & (c < width))
+        tl.store(inverse + i * stride + c, rows, (c <= i) & (i < width))
+        factor = tl.where(c >= first + BLOCK, rows, 0.0).T
+        x = tl.where(here, 0.0, x) - tl.dot(factor, rows, input_precision="tf32x3")
+
+
+@triton.jit
+def take_columns(x, order, out, d, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """``out[i, j] = x[i, order[j]]`` for every slot, ROWS rows in a program. A row of ``x`` is read from the cache but once."""
+    slot = tl.program_id(1).to(tl.int64)
+    i, j = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None], tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    column = tl.load(order + slot * d + j, j < d, 0)
+    inside = (i < d) & (j < d)
+    tl.store(out + slot * d * d + i * d + j, tl.load(x + slot * d * d + i * d + column, inside, 0.0), inside)

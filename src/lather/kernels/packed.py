@@ -37,12 +37,19 @@ def _in_matrix(matrices, slot, rows, columns, d, EVEN: tl.constexpr):
 
 
 @triton.jit
-def unpack(triangles, matrices, d, EVEN: tl.constexpr, SIDE: tl.constexpr):
-    """The symmetric ``matrices [n, d, d]`` with these lower triangles, in their own dtype. Every triangle is read once."""
+def unpack(triangles, matrices, scale, d, EVEN: tl.constexpr, SIDE: tl.constexpr):
+    """The symmetric ``matrices [n, d, d]`` with these lower triangles, in their own dtype. Every triangle is read once.
+
+    If there is a ``scale[n]``, they are multiplied by its square.
+    """
     if tl.program_id(2) <= tl.program_id(1):
         slot, rows, columns, d = _tile(d, EVEN, SIDE)
         source, lower = _in_triangle(triangles, slot, rows, columns, d)
-        value = tl.load(source, lower, 0.0).to(matrices.dtype.element_ty)
+        value = tl.load(source, lower, 0.0)
+        if scale is not None:
+            factor = tl.load(scale + slot)
+            value = value.to(tl.float32) * factor * factor
+        value = value.to(matrices.dtype.element_ty)
         mirror = value.T
         if tl.program_id(1) == tl.program_id(2):
             value = tl.where(columns[None, :] <= rows[:, None], value, mirror)

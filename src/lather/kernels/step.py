@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .schema import Corrections, FactorJob, Numbers, SlotTable, ThinChunk, ThinFactor, Tile
-from .tiles import LOW, at_offset, columns, elements, in_state, in_tensor, low_half, width
+from .tiles import LOW, at_offset, columns, elements, in_state, in_tensor, low_half, moved, width
 
 GRADIENT_SIGN, COUPLED_DECAY = columns(Numbers, "gradient_sign", "coupled_decay")
 FILTER_TAKE, DIRECTION_TAKE = columns(Numbers, "filter_take", "direction_take")
@@ -78,11 +78,11 @@ def _total(partial, slots, slot, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def look_at_gradients(slots, partial, active, counts, alive, scale, n, numbers, BLOCK: tl.constexpr):
+def look_at_gradients(slots, partial, active, counts, alive, scale, largest, n, numbers, BLOCK: tl.constexpr):
     """``alive[slot]`` is 1 if the slot has a gradient, both the gradient and its square are finite, and the learning rate is valid.
 
     ``scale[slot]`` is the power of two that brings the gradient's norm into [2^14, 2^15): halves do not overflow, and few
-    vanish. ``counts`` are addresses of counters of steps that were skipped.
+    vanish. ``counts`` are addresses of counters of steps that were skipped. ``largest[slot]`` becomes 0.
     """
     slot = tl.program_id(0)
     total = _total(partial, slots, slot, n, BLOCK)
@@ -95,6 +95,7 @@ def look_at_gradients(slots, partial, active, counts, alive, scale, n, numbers, 
     norm = tl.where(fine & (total > 0), tl.sqrt(total), 1.0)
     exponent = tl.minimum(tl.maximum(14.0 - tl.floor(tl.log2(norm)), -100.0), 100.0)
     tl.store(scale + slot, tl.exp2(exponent))
+    tl.store(largest + slot, 0.0)
 
 
 @triton.jit
@@ -116,7 +117,7 @@ def _own(u, v, correction, eps, SECOND: tl.constexpr):
 
 @triton.jit
 def average(
-    tiles, grads, weights, alive, scale, partial, plain, filtered, corrections, n, numbers, plane,
+    tiles, grads, weights, alive, scale, partial, largest, plain, filtered, corrections, n, numbers, plane,
     FILTER: tl.constexpr, LOOKS_AHEAD: tl.constexpr, SECOND: tl.constexpr, PLAIN: tl.constexpr, HALVES: tl.constexpr,
     UNIFORM: tl.constexpr, COUPLED: tl.constexpr, ALIGNED: tl.constexpr, GRAD: tl.constexpr, PARAM: tl.constexpr,
     KEPT: tl.constexpr, BLOCK: tl.constexpr,
@@ -125,9 +126,9 @@ def average(
 
     ``partial[tile]`` becomes the sum of squares of the graft's direction, ``plain`` the gradient (``PLAIN``). The filtered gradient
     is the new ``m``. If it ``LOOKS_AHEAD`` it is another mixture of ``m`` and ``g``, or ``m`` before it is rounded to the dtype
-    that it is ``KEPT`` in, and goes into ``filtered``. The scaled
-    gradient goes into halves: ``HALVES`` says how many numbers of 16 bits, and low halves lie ``plane`` elements behind high ones.
-    A slot that is not alive keeps its state, and its gradient counts as zero.
+    that it is ``KEPT`` in, and goes into ``filtered``. ``largest[slot]``, if it is asked for, becomes the size of its largest
+    element. The scaled gradient goes into halves: ``HALVES`` says how many numbers of 16 bits, and low halves lie ``plane``
+    elements behind high ones. A slot that is not alive keeps its state, and its gradient counts as zero.
     """
     row = tiles + tl.program_id(0) * TILE_WIDTH
     slot = tl.load(row + SLOT)
@@ -165,6 +166,9 @@ def average(
         if LOOKS_AHEAD:
             u = old + _number(numbers, DIRECTION_TAKE) * (g - old)
             tl.store(at_offset(filtered, tl.load(row + FLAT_OFFSET) + index, ALIGNED), u, inside)
+    if largest is not None:
+        tl.atomic_max(largest + slot, tl.max(tl.where(inside, tl.abs(u), 0.0), 0))  # in any order it is the same
+    if FILTER:
         u = u / first
     v = u
     if SECOND:
@@ -188,13 +192,15 @@ def size_of_directions(tiles, flat, partial, ALIGNED: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def choose(
-    slots, own, partial, alive, started, gain, corrections, n, numbers,
-    GRAFT: tl.constexpr, RMS: tl.constexpr, LINEAR: tl.constexpr, UNIFORM: tl.constexpr, ROOT: tl.constexpr, BLOCK: tl.constexpr,
+    slots, own, partial, alive, started, back, gain, corrections, n, numbers,
+    GRAFT: tl.constexpr, HALVED: tl.constexpr, RMS: tl.constexpr, LINEAR: tl.constexpr, UNIFORM: tl.constexpr,
+    ROOT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``gain[slot]`` multiplies the preconditioned direction. Negative: it multiplies the graft's. NaN: the slot skips the step.
 
-    ``RMS``: the root mean square that the graft gives a direction, or 0 if it has a length of its own. ``LINEAR``: the bias of the
-    filtered gradient is still in the preconditioned direction.
+    ``HALVED``: the preconditioned direction has to be multiplied by ``back[slot]``, which a graft does not notice. ``RMS``: the
+    root mean square that the graft gives a direction, or 0 if it has a length of its own. ``LINEAR``: the bias of the filtered
+    gradient is still in the preconditioned direction.
     """
     slot = tl.program_id(0)
     target = tl.sqrt(_total(own, slots, slot, n, BLOCK))
@@ -207,6 +213,8 @@ def choose(
     if LINEAR:
         first, _ = _corrections(numbers, corrections, slot, n, UNIFORM)
         value = 1.0 / first
+    if HALVED:
+        value *= tl.load(back + slot)
     if GRAFT:
         size = tl.sqrt(_total(partial, slots, slot, n, BLOCK))
         value = tl.where(size > 0, target / size, 0.0)
@@ -256,20 +264,15 @@ def apply(
     else:
         where = in_tensor(weights, row, index, ALIGNED, PARAM)
         w = tl.load(where, inside, 0.0).to(tl.float32)
-        p += _number(numbers, DECAY) * w
+        old = w
         if MOMENTUM:
             memory = in_tensor(momenta, row, index, ALIGNED, tl.float32)
-            momentum = _number(numbers, MOMENTUM_KEEP)
-            damped = _number(numbers, MOMENTUM_TAKE) * p
             old = tl.load(memory, inside, 0.0)
-            old = tl.where(old - old == 0, old, 0.0)
-            m = momentum * old + damped
-            p = damped + momentum * m if NESTEROV else m
-        moved = w - _number(numbers, LR) * p
-        go = moved - moved == 0  # finite
+        keep, take = _number(numbers, MOMENTUM_KEEP), _number(numbers, MOMENTUM_TAKE)
+        w, m = moved(w, p, old, _number(numbers, LR), _number(numbers, DECAY), keep, take, MOMENTUM, NESTEROV)
         if MOMENTUM:
-            tl.store(memory, tl.where(go, m, old), inside)
-        tl.store(where, tl.where(go, moved, w).to(PARAM), inside)
+            tl.store(memory, m, inside)
+        tl.store(where, w.to(PARAM), inside)
 
 
 @triton.jit

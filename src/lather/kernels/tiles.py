@@ -76,3 +76,18 @@ def in_tensor(addresses, row, index, ALIGNED: tl.constexpr, DTYPE: tl.constexpr)
     if ALIGNED == ROWS:
         return tl.max_contiguous(tl.multiple_of(start + (offset + inner), 16), 8)
     return start + offset + inner * tl.load(row + INNER_STRIDE)
+
+
+@triton.jit
+def moved(w, p, old, lr, decay, keep, take, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr):
+    """Parameters and momentum after the step ``p``, as in :func:`lather.storage.update.update_`."""
+    p += decay * w
+    m = old
+    if MOMENTUM:
+        old = tl.where(old - old == 0, old, 0.0)
+        damped = take * p
+        m = keep * old + damped
+        p = damped + keep * m if NESTEROV else m
+    moved = w - lr * p
+    go = moved - moved == 0  # finite
+    return tl.where(go, moved, w), tl.where(go, m, old)

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..roots.directions import Sizes
+
 State = dict[str, Tensor]
 FULL = "full"  # a mode with a whole factor; the other kind keeps its factor's diagonal only
 
@@ -27,7 +29,7 @@ class Hyper:
     root: str
     root_device: str | None
     refresh_delay: int
-    packed: bool
+    packed: bool | None  # None: it depends on the device, and a bank knows
     state_dtype: torch.dtype
     root_dtype: torch.dtype
     filter_dtype: torch.dtype
@@ -63,13 +65,15 @@ class Context:
     """The numbers of one step for one stack.
 
     ``steps`` has the step of every slot. ``alive [n]`` is 1 for a slot that takes part in the step, and 0 for one that keeps
-    its state. ``bc2`` is the bias correction of factors where that is already on the device.
+    its state. ``bc2`` is the bias correction of factors where that is already on the device. If there are ``sizes``,
+    products may be in halves: a method that does so writes there what its direction has to be multiplied by.
     """
 
     hyper: Hyper
     steps: Sequence[int]
     alive: Tensor
     bc2: Tensor | None = None
+    sizes: Sizes | None = None
 
 
 class Transform(ABC):

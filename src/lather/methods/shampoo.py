@@ -30,6 +30,7 @@ from ..linalg import (
     side_of,
     unpack,
 )
+from ..roots import directions
 from .base import FULL, Context, Hyper, Method, Stack, State
 
 Index = slice | Tensor  # some slots of a stack
@@ -115,6 +116,8 @@ class Kronecker(Method):
         order = u.dim() - 1
         if self.exponent(ctx.hyper, order) == 0:
             return u if out is None else out.copy_(u)
+        if ctx.sizes is not None and directions.fits(u, found := [state[f"X{i}"] for i in range(order)]):
+            return directions.precondition(u, found, torch.empty_like(u) if out is None else out, ctx.sizes)
         if u.is_cuda and (most := at_a_time(state, u)) < len(u):
             out = torch.empty_like(u) if out is None else out
             for some in (slice(first, first + most) for first in range(0, len(u), most)):

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from .. import roots
+from ..kernels import has_kernels
 from ..linalg import are_products_exact, ema_, norms, per_slot, product, products_in, rotate
 from .base import FULL, Context, Hyper, Stack, State
 from .shampoo import ROOT_OPTIONS, Index, Kronecker, factor_correction, first_factor, modes_of, write
@@ -16,6 +17,7 @@ SAME = 0.999  # squared cosine above which two eigenvectors count as the same
 ROUNDINGS = 64.0  # a rotated element below this many roundings counts as zero
 COARSE = 2.0  # the same where bases, or the numbers in products, are of a coarser dtype
 TF32 = 2.0**-10
+BLOCK, SIDE = 4096, 64  # elements that one program of a kernel takes, and the side of a tile
 
 
 @final
@@ -45,7 +47,7 @@ class Soap(Kronecker):
     elementwise = "adam"  # which it is without bases
     waits = False
     follows = True
-    kernels = "graft"
+    kernels = "factors"
 
     def init(self, stack: Stack, hyper: Hyper) -> State:
         state: State = {}
@@ -89,8 +91,11 @@ class Soap(Kronecker):
         ok = ok & w.flatten(1).any(1)
         old = {i: state[f"Q{i}"][index] for i in new}
         keeps = roots.resolve_basis(hyper.root, hyper.root_device or w.device).keeps_columns
-        fresh = (turned if keeps else placed)(w.to(torch.promote_types(w.dtype, torch.float32)), old, new).to(w.dtype)
-        state["w"][index] = torch.where(per_slot(ok, w), fresh, w)
+        if keeps and isinstance(index, slice) and len(new) == w.dim() - 1 > 1 and _by_kernels(w, new[0]):
+            turn_(w, new, ok & _begin_at_axes(w, old))
+        else:
+            fresh = (turned if keeps else placed)(w.to(torch.promote_types(w.dtype, torch.float32)), old, new).to(w.dtype)
+            state["w"][index] = torch.where(per_slot(ok, w), fresh, w)
         for i, q in new.items():
             write(state[f"Q{i}"], index, q, ok)
 
@@ -98,11 +103,13 @@ class Soap(Kronecker):
         return waiting[:, :, 0].ne(0).any(1)  # zeros are no basis
 
     def follow(self, state: State, grad: Tensor, ctx: Context) -> None:
-        square, beta2 = rotated(grad, _transposed(bases(state, grad))).square(), ctx.hyper.beta2
-        if beta2 == 1:
-            state["w"].add_(square)
+        g, beta2 = rotated(grad, _transposed(bases(state, grad))), ctx.hyper.beta2
+        if _by_kernels(g, state["w"]):
+            _launch("take_in", state["w"], g, ctx.alive, beta2, 1.0 if beta2 == 1 else 1 - beta2)
+        elif beta2 == 1:
+            state["w"].add_(g.square())
         else:
-            ema_(state["w"], square, ctx.alive * (1 - beta2))
+            ema_(state["w"], g.square(), ctx.alive * (1 - beta2))
 
     def fit(self, a: Tensor, made: Tensor, e: float, hyper: Hyper) -> tuple[Tensor, Tensor]:
         """The condition number of factors by their diagonals in the bases, and the part of them off those diagonals."""
@@ -118,8 +125,9 @@ class Soap(Kronecker):
 
     def apply(self, state: State, u: Tensor, ctx: Context, out: Tensor | None = None) -> Tensor:
         q = bases(state, u)
-        direction = rotated(rotated(u, _transposed(q)) / _denominator(state, u.dtype, ctx), q)
-        return direction if out is None else out.copy_(direction)
+        x = rotated(u, _transposed(q))
+        x = _divided(x, state, ctx) if _by_kernels(x, state["w"]) and x is not u else x / _denominator(state, u.dtype, ctx)
+        return rotated(x, q, out)
 
 
 def bases(state: State, like: Tensor) -> list[Tensor | None]:
@@ -130,12 +138,32 @@ def bases(state: State, like: Tensor) -> list[Tensor | None]:
 
 def turned(w: Tensor, old: Mapping[int, Tensor], new: Mapping[int, Tensor]) -> Tensor:
     """``w`` for bases whose columns kept their places: the same, or moved from the axes."""
-    axes = torch.ones(len(w), dtype=torch.bool, device=w.device)
-    for q in old.values():
-        axes = axes & q.diagonal(dim1=1, dim2=2).eq(1).all(1)  # columns are of length 1
+    axes = _begin_at_axes(w, old)
     squares = [new[i].mT.to(w.dtype).square() if i in new else None for i in range(w.dim() - 1)]
     with products_in("tf32" if w.is_cuda else None, w.device):  # an estimate in any case
         return torch.where(per_slot(axes, w), rotated(w, squares), w)
+
+
+def turn_(w: Tensor, new: Mapping[int, Tensor], on: Tensor) -> None:
+    """:func:`turned` in place by kernels, for slots whose bases stop being axes. Mostly there are none, and it takes no time."""
+    from ..kernels import moments
+
+    x = w
+    for i in reversed(range(len(new))):  # each brings its mode to the front
+        n, *others, d = x.shape
+        out, rows = w.new_empty(n, d, *others) if i else w, math.prod(others)
+        grid = -(-d // SIDE) * -(-rows // SIDE), n
+        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+            moments.turn[grid](x, new[i].contiguous(), out, on, rows, d, SIDE=SIDE, DEPTH=32, num_warps=4)
+        x = out
+
+
+def _begin_at_axes(w: Tensor, old: Mapping[int, Tensor]) -> Tensor:
+    """``[n]``: whether the bases of ``w`` were identities."""
+    axes = torch.ones(len(w), dtype=torch.bool, device=w.device)
+    for q in old.values():
+        axes = axes & q.diagonal(dim1=1, dim2=2).eq(1).all(1)  # columns are of length 1
+    return axes
 
 
 def placed(w: Tensor, old: Mapping[int, Tensor], new: Mapping[int, Tensor]) -> Tensor:
@@ -171,13 +199,16 @@ def places(squares: Tensor) -> Tensor:
     return torch.where(stays, same, torch.empty_like(same).scatter_(1, columns, left))
 
 
-def rotated(x: Tensor, factors: Sequence[Tensor | None]) -> Tensor:
-    """Every mode of ``x [n, d1, ..., dk]`` times its factor ``[n, d, d]``, if there is one."""
-    if all(factor is None for factor in factors):
-        return x
-    for factor in reversed(factors):
-        x = x.movedim(-1, 1) if factor is None else rotate(x, factor)
-    return x.contiguous()
+def rotated(x: Tensor, factors: Sequence[Tensor | None], out: Tensor | None = None) -> Tensor:
+    """Every mode of ``x [n, d1, ..., dk]`` times its factor ``[n, d, d]``, if there is one. Writes to ``out`` if given."""
+    if any(factor is not None for factor in factors):
+        first, *others = factors
+        for factor in reversed(others):
+            x = x.movedim(-1, 1) if factor is None else rotate(x, factor)
+        if first is not None:
+            return rotate(x, first, out)
+        x = x.movedim(-1, 1).contiguous()
+    return x if out is None else out.copy_(x)
 
 
 def _transposed(factors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -190,13 +221,51 @@ def _denominator(state: State, dtype: torch.dtype, ctx: Context) -> Tensor:
     size = norms(root)
     size = torch.where(size < torch.inf, size, torch.nan)  # a direction of zero would hide a moment that is not finite
     mean = per_slot(size / math.sqrt(root[0].numel()), root)  # the root mean square
-    if modes := modes_of(state):
-        coarse = [torch.finfo(state[f"Q{modes[0]}"].dtype).eps]
-        coarse += [TF32] if w.is_cuda and dtype == torch.float32 and not are_products_exact() else []
-        rounding = max(ROUNDINGS * torch.finfo(dtype).eps, COARSE * max(coarse))
+    if rounding := _rounding(state, dtype):
         root = torch.maximum(root, rounding * mean)
     root = root.add_(ctx.hyper.eps * mean if ctx.hyper.relative_damping else ctx.hyper.eps)
-    return root.clamp_(min=math.sqrt(torch.finfo(dtype).tiny))  # the root of the smallest square that is not zero
+    return root.clamp_(min=_least(dtype))
+
+
+def _divided(x: Tensor, state: State, ctx: Context) -> Tensor:
+    """``x``, whose memory it uses, over the denominator, in two passes."""
+    w, correction = state["w"], factor_correction(ctx)
+    correction = correction if isinstance(correction, Tensor) else torch.full((), correction, dtype=w.dtype, device=w.device)
+    mean = (w.flatten(1).sum(1) / correction / w[0].numel()).sqrt()
+    mean = torch.where(mean < torch.inf, mean, torch.nan)
+    part, eps = (ctx.hyper.eps, 0.0) if ctx.hyper.relative_damping else (0.0, ctx.hyper.eps)
+    numbers = _rounding(state, x.dtype), part, eps, _least(x.dtype)
+    _launch("divide", x, w, mean, correction, *numbers, PER_SLOT=correction.dim() > 0)
+    return x
+
+
+def _rounding(state: State, dtype: torch.dtype) -> float:
+    """The part of the mean denominator that is taken for zero."""
+    if not (modes := modes_of(state)):
+        return 0.0
+    q = state[f"Q{modes[0]}"]
+    coarse = [torch.finfo(q.dtype).eps]
+    coarse += [TF32] if q.is_cuda and dtype == torch.float32 and not are_products_exact() else []
+    return max(ROUNDINGS * torch.finfo(dtype).eps, COARSE * max(coarse))
+
+
+def _least(dtype: torch.dtype) -> float:
+    return math.sqrt(torch.finfo(dtype).tiny)  # the root of the smallest square that is not zero
+
+
+def _by_kernels(x: Tensor, w: Tensor) -> bool:
+    return x.dtype == w.dtype == torch.float32 and x[0].numel() < 1 << 30 and len(x) < 1 << 16 and has_kernels(x.device)
+
+
+def _launch(kernel: str, x: Tensor, y: Tensor, *arguments: Any, **fixed: Any) -> None:
+    """A kernel of :mod:`lather.kernels.moments` for two stacks."""
+    from ..kernels import moments
+
+    assert x.is_contiguous() and y.is_contiguous()
+    numel = x[0].numel()
+    grid = -(-numel // BLOCK), len(x)
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        getattr(moments, kernel)[grid](x, y, *arguments, numel, BLOCK=BLOCK, num_warps=8, **fixed)
 
 
 def _is_of_axes(q: Tensor) -> Tensor:

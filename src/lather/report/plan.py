@@ -353,7 +353,7 @@ def _scratch_bytes(units: Sequence[UnitPlan]) -> int:
         for buffer, numel in unit.scratch():
             if buffer != unit.message_key:
                 shared[buffer] = max(numel, shared.get(buffer, 0))
-        for key in (key for key in unit.banks if unit.plan.settings[key.group].hyper.packed):
+        for key in (key for key in unit.banks if unit.plan.settings[key.group].packs(key.device)):
             for d in (d for d, mode in zip(key.shape, key.modes, strict=False) if mode == FULL):
                 if not packs_by_kernels(d, torch.device(key.device)):
                     tables[key.device, d] = d * d + d * (d + 1) // 2  # to unpack, and to pack

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..runtime.session import device_memory
+from ..settings import resolve
 from .choice import DISTANCE, Budgets, Row, recommend
 from .plan import PlanReport, bytes_text, make_optimizer, plan
 from .timing import SPREAD, WARMING, Bench, Times
@@ -58,7 +59,7 @@ class Trials:
             raise ValueError("there is nothing to tune: no parameter has roots that are refreshed")
         group = next(group for group in opt.param_groups if group["preconditioner"] is not None)
         self.usual = {name: group[name] for name in DISTANCE} | {"root_dtype": group["root_dtype"] or group["state_dtype"]}
-        self._delay = group["refresh_delay"]
+        self._delay, self._packs = group["refresh_delay"], resolve(group).packs(str(device))
         params = [p for group in opt.param_groups for p in group["params"]]
         needed, memory = 3 * sum(p.numel() * p.itemsize for p in params), device_memory(device)
         try:
@@ -108,7 +109,7 @@ class Trials:
                 yield changes
 
     def _savings(self) -> Iterator[Changes]:
-        choices = {"root_dtype": ("float32", "bfloat16"), "factors": ("full", "packed")}
+        choices = {"root_dtype": ("float32", "bfloat16"), "factors": ("full",) if self._packs else ("packed",)}
         for values in product(*([None, *self._others(name, some)] for name, some in choices.items())):
             yield {name: value for name, value in zip(choices, values, strict=True) if value}
 

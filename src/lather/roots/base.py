@@ -26,7 +26,7 @@ class Basis(NamedTuple):
 
 
 class Relative(NamedTuple):
-    """A ridge of `eps ||A^2||_F^(1/2)`, see `linalg.relative_ridge`. A solver may know that norm already."""
+    """A ridge of `eps ||A^2||_F^(1/2)`, see `linalg.relative_ridge`."""
 
     eps: float
 
@@ -44,6 +44,8 @@ class RootSolver(ABC):
     """
 
     name: ClassVar[str]
+    knows_size: ClassVar[bool] = False  # whether `_root` finds the norm that a relative ridge is a part of, and takes such ridges
+    in_parts: ClassVar[bool] = False  # whether it is a chain of small launches, so that parts of a stack had better overlap
 
     def init(self, n: int, d: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
         """The first warm start, for `n` slots."""
@@ -67,7 +69,7 @@ class RootSolver(ABC):
             if self.sees_what_is_not_finite(a, e):
                 return self._root(a, e, eps, state)
             finite = all_finite(a)
-            eps = absolute(a, eps)
+            eps = eps if self.knows_size else absolute(a, eps)
             if isinstance(eps, Tensor):
                 finite = finite & torch.isfinite(eps)
                 eps = torch.where(finite, eps, 1.0).to(a.dtype)
@@ -100,7 +102,6 @@ class EigenSolver(RootSolver):
         with full_precision(a.device):
             if self.sees_what_is_not_finite(a, 0.0):
                 vectors, values, ok, residual = self._basis(a, state)
-                vectors = torch.where(ok[:, None, None], vectors, eye_like(a))
                 return Basis(vectors, torch.where(ok[:, None], values, 1.0), ok, residual)
             finite = all_finite(a)
             vectors, values, ok, residual = self._basis(torch.where(finite[:, None, None], a, eye_like(a)), state)
@@ -109,7 +110,7 @@ class EigenSolver(RootSolver):
 
     @abstractmethod
     def _basis(self, a: Tensor, state: dict[str, Tensor]) -> Basis:
-        """`basis` for finite `a`."""
+        """`basis` for finite `a`; for any `a`, and with the identity where not ok, if `sees_what_is_not_finite`."""
 
 
 def absolute(a: Tensor, eps: Ridge) -> float | Tensor:

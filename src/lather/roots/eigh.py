@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from ..linalg import eye_like, factorize, normalize, power, product, symmetrize
-from .base import Basis, EigenSolver, Ridge, Root, RootSolver, absolute, lift, settle
+from ..linalg import eye_like, factorize, normalize, norms, power, probe, product, ridge_of_size, symmetrize
+from .base import Basis, EigenSolver, Relative, Ridge, Root, RootSolver, absolute, lift, settle
 
 WORKERS = 8  # threads, each with a stream; one matrix leaves most of a GPU idle
+RESOLVED = 1e-5  # the least part of a factor's size that a ridge has to be for float32
 SMALL = 32  # up to this size the library itself is batched
 IN_FLOAT64 = range(128, 513)  # on CUDA, where torch is about as fast in float64: up to 512 it uses Jacobi's method in float32
 
@@ -22,22 +23,26 @@ IN_FLOAT64 = range(128, 513)  # on CUDA, where torch is about as fast in float64
 class Eigh(EigenSolver):
     """`A = Q diag(lambda) Q^T`, then `X = Q diag((lambda - min(lambda_min, 0) + eps)^(-e)) Q^T`.
 
-    On a CPU, and on CUDA for sizes from 128 to 512, the work is done in float64. Elsewhere a slot is solved again in float64
-    if its decomposition fails or is inaccurate in float32, and is not ok only if that fails too. Finding such slots takes one
-    host read per call. The residual is `||Q diag(lambda) Q^T - A||_F / ||A||_F`.
+    With a relative ridge that float32 resolves, the work is done in the dtype of `A`. A slot is solved again in float64 if its
+    decomposition fails or is inaccurate in float32, and is not ok only if that fails too. Finding such slots takes one host
+    read per call. With other ridges on a CPU, and on CUDA for sizes from 128 to 512, the work is done in float64. The residual
+    is an estimate of `||Q diag(lambda) Q^T - A||_F / ||A||_F`, found by multiplying vectors.
 
     >>> Eigh()(16 * torch.eye(2).expand(1, 2, 2), e=0.25, eps=1e-12, state={}).value[0].diagonal()
     tensor([0.5000, 0.5000])
     """
 
     name: ClassVar[str] = "eigh"
+    knows_size: ClassVar[bool] = True
 
     def flops(self, d: int) -> float:
-        return 15.0 * d**3  # decomposition 9; root, residual and orthogonality 2 each
+        return 11.0 * d**3  # decomposition 9, root 2
 
-    def _root(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
-        work, scale = normalize(_working(a))
+    def _root(self, a: Tensor, e: float, eps: Ridge, state: dict[str, Tensor]) -> Root:
+        work, scale = normalize(_working(a, eps))
         q, values, ok, residual = decompose(work)
+        if isinstance(eps, Relative):
+            eps = ridge_of_size(torch.linalg.vector_norm(values.double() * scale.squeeze(-1), 4, dim=1), eps.eps)
         f = power(lift(values, scale, eps), -e).to(work.dtype)
         return Root(symmetrize(product(q * f[:, None, :], q.mT)).to(a.dtype), ok, residual.to(a.dtype))
 
@@ -47,10 +52,12 @@ class Eigh(EigenSolver):
         return Basis(q.to(a.dtype), (values * scale.squeeze(-1)).to(a.dtype), ok, residual.to(a.dtype))
 
 
-def _working(a: Tensor) -> Tensor:
-    """`a` in float64 where that is cheap. At condition 1e4 float32 eigenvectors cost a root 2e-4, and the rounding of `a` 3e-6."""
-    cheap = a.is_cpu or (a.is_cuda and a.shape[-1] in IN_FLOAT64)
-    return a.double() if cheap else a
+def _working(a: Tensor, eps: Ridge | None = None) -> Tensor:
+    """`a` in the dtype to work in. At condition 1e4 float32 eigenvectors cost a root 2e-4, far less than its age does. Below that
+    the errors grow with the condition. On a CPU float64 takes twice the time."""
+    if a.is_cuda:
+        return a.double() if a.shape[-1] in IN_FLOAT64 else a
+    return a if isinstance(eps, Relative) and eps.eps >= RESOLVED else a.double()
 
 
 def decompose(a: Tensor) -> Basis:
@@ -64,11 +71,15 @@ def decompose(a: Tensor) -> Basis:
 
 
 def _attempt(a: Tensor, bound: float) -> Basis:
-    """Slots are ok up to this residual and loss of orthogonality. What matters most in a root matters least in the residual."""
+    """Slots are ok up to this residual and loss of orthogonality. What matters most in a root matters least in the residual.
+
+    Norms are estimated: that of `M z` for a vector `z` of random signs is on average the Frobenius norm of `M`.
+    """
     values, q = _eigh(a)
-    size = torch.linalg.vector_norm(a, dim=(1, 2)).clamp(min=1.0)  # a normalised matrix is 0 or has norm >= 1
-    residual = torch.linalg.vector_norm(product(q * values[:, None, :], q.mT) - a, dim=(1, 2)) / size
-    skew = torch.linalg.vector_norm(product(q.mT, q) - eye_like(a), dim=(1, 2)) / a.shape[-1] ** 0.5
+    z = probe(a)
+    y = product(q.mT, z)
+    residual = norms(product(q, values[:, :, None] * y) - product(a, z)) / norms(a).clamp(min=1.0)  # a is 0 or has norm >= 1
+    skew = norms(product(q, y) - z) / a.shape[-1] ** 0.5
     return Basis(q, values, (residual <= bound) & (skew <= bound), residual)
 
 

@@ -14,7 +14,8 @@ from .products import has_kernels
 SHIFT = 0.05  # part of every eigenvalue that is added to it, which keeps the pivots of both Choleskys far from zero
 NOISE = 1e-6  # eigenvalues below this part of the factor's norm are not told apart
 SKEW = 0.05  # largest loss of orthogonality; sound bases have less than 0.01 in TF32
-TILE = 64  # rows that one program decomposes
+ROWS, COLUMNS = 8, 256  # of a matrix whose columns are moved, for one program
+TILE, BLOCK, WARPS = 64, 16, 4  # rows that one program decomposes, those that it eliminates at a time, and its warps
 
 
 @final
@@ -40,6 +41,7 @@ class Track(EigenSolver):
     """
 
     name: ClassVar[str] = "track"
+    in_parts: ClassVar[bool] = True
     keeps_columns: ClassVar[bool] = True
     iterations: int = 2
     tolerance: float = 2.5
@@ -79,8 +81,8 @@ class Track(EigenSolver):
     def _basis(self, a: Tensor, state: dict[str, Tensor]) -> Basis:
         a, scale = normalize(a)
         with coarse(a.device):
-            q, values, skew = self._follow(a, torch.zeros_like(scale), state)
-        return Basis(q, values * scale.squeeze(-1), skew <= SKEW, skew)
+            _, values, skew = self._follow(a, torch.zeros_like(scale), state)
+        return Basis(state["Q"], values * scale.squeeze(-1), skew <= SKEW, skew)
 
     def _follow(self, a: Tensor, ridge: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """The new basis, which is also the next warm start; eigenvalues as the one before saw them; its loss of orthogonality."""
@@ -108,7 +110,7 @@ def exact_product(a: Tensor, q: Tensor) -> Tensor:
     if not (a.is_cuda and a.dtype == torch.float32):
         return product(a, q)
     high = (a.view(torch.int32) & -(1 << 13)).view(torch.float32)
-    return product(a - high, q, add=product(high, q))
+    return product(high, q).baddbmm_(a - high, q)
 
 
 def iterate(a: Tensor, q: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,20 +122,31 @@ def iterate(a: Tensor, q: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
     b = exact_product(a, q)
     values = (q * b).sum(1)
     ordered, order = values.sort(dim=1, descending=True, stable=True)
-    q, b = (x.take_along_dim(order[:, None, :], 2) for x in (q, b))
+    q, b = take_columns(q, order), take_columns(b, order)
     s = product(q.mT, b)
     diagonal(s).copy_((1 + SHIFT) * (ordered.clamp(min=0) + mu.squeeze(-1)))
     lower = cholesky(s)
     lower = lower / torch.linalg.vector_norm(lower, dim=1, keepdim=True)
     diagonal(lower).sub_(1)
     q = orthonormal(product(q, lower, add=q))
-    return q.take_along_dim(order.argsort(dim=1)[:, None, :], 2), values
+    return take_columns(q, order.argsort(dim=1)), values
+
+
+def take_columns(x: Tensor, order: Tensor) -> Tensor:
+    """Columns of `x` [n, d, d] in the order [n, d]."""
+    if not _by_kernels(x):
+        return x.take_along_dim(order[:, None, :], 2)
+    from ..kernels import dense
+
+    (n, d, _), out = x.shape, torch.empty_like(x)
+    dense.take_columns[-(-d // ROWS), n, -(-d // COLUMNS)](x.contiguous(), order, out, d, ROWS=ROWS, BLOCK=COLUMNS, num_warps=4)
+    return out
 
 
 def cholesky(a: Tensor) -> Tensor:
     """The lower factor of `a` [n, d, d], whose memory it may use. NaN where it has no such factor."""
     if _by_kernels(a):
-        return _halves(a)[0]
+        return _halves(a, inverted=False)[0]
     return factorize(torch.linalg.cholesky_ex, a)[0]
 
 
@@ -155,26 +168,30 @@ def _by_kernels(a: Tensor) -> bool:
     return a.dtype == torch.float32 and has_kernels(a.device)
 
 
-def _halves(a: Tensor) -> tuple[Tensor, Tensor]:
-    """The lower factor of `a`, which is overwritten, and its inverse. cuSOLVER takes a thousand launches, one after the other."""
+def _halves(a: Tensor, inverted: bool = True) -> tuple[Tensor, Tensor]:
+    """The lower factor of `a`, which is overwritten, and its inverse. cuSOLVER takes a thousand launches, one after the other.
+
+    Only parts of the inverse are computed if it is not to be `inverted`.
+    """
     lower, inverse = torch.zeros_like(a), torch.zeros_like(a)
-    _halve(a, lower, inverse)
+    _halve(a, lower, inverse, inverted)
     return lower, inverse
 
 
-def _halve(a: Tensor, lower: Tensor, inverse: Tensor) -> None:
+def _halve(a: Tensor, lower: Tensor, inverse: Tensor, inverted: bool) -> None:
     """With `a = [[a11, .], [a21, a22]]`: `l11` of `a11`, `l21 = a21 l11^{-T}`, and `l22` of `a22 - l21 l21^T`."""
     d = a.shape[-1]
     if d <= TILE:
         from ..kernels import dense
 
-        dense.cholesky[len(a),](a, lower, inverse, *a.stride()[:2], d, TILE=TILE)
+        dense.cholesky[len(a),](a, lower, inverse, *a.stride()[:2], d, TILE=TILE, BLOCK=BLOCK, num_warps=WARPS)
         return
     half = -(-d // (2 * TILE)) * TILE
     one, two = slice(half), slice(half, d)
-    _halve(a[:, one, one], lower[:, one, one], inverse[:, one, one])
+    _halve(a[:, one, one], lower[:, one, one], inverse[:, one, one], True)
     below, first = lower[:, two, one], inverse[:, one, one]
     torch.bmm(a[:, two, one], first.mT, out=below)
     a[:, two, two].baddbmm_(below, below.mT, alpha=-1)
-    _halve(a[:, two, two], lower[:, two, two], inverse[:, two, two])
-    inverse[:, two, one].baddbmm_(inverse[:, two, two], torch.bmm(below, first), beta=0, alpha=-1)
+    _halve(a[:, two, two], lower[:, two, two], inverse[:, two, two], inverted)
+    if inverted:
+        inverse[:, two, one].baddbmm_(inverse[:, two, two], torch.bmm(below, first), beta=0, alpha=-1)

@@ -15,7 +15,7 @@ from ..planning.messages import SCALE, Item
 from ..planning.plan import Plan
 from ..roots import has_kernels
 from . import averaging
-from .copies import KernelCopies
+from .copies import KernelCopies, Moving
 from .grids import Grid, coalesce
 from .step import Number, Step
 from .update import prepare_gradient, update_
@@ -185,15 +185,22 @@ class Pieces:
 
     def directions(self) -> Tensor:
         """The directions that messages brought: flat, in the order of the span."""
-        span, flat, messages = self._span, self._buffers["directions"].flat, self._messages
+        flat = self._directions
+        if flat.data_ptr() == self._brought.flat.data_ptr():
+            self._brought.load()
+        if self._span.scales:
+            scales, (_, lengths) = self._scales.load().view(torch.float32).to(flat.dtype), self._elements
+            flat.mul_(torch.repeat_interleave(scales, lengths, output_size=self._span.numel))
+        return flat
+
+    @cached_property
+    def _directions(self) -> Tensor:
+        """Where directions are: in the messages, if they lie there as they should, else in a buffer."""
+        span, flat, messages = self._span, self._brought.flat, self._messages
         assert messages is not None
         if len(span.parts) == 1 and messages.dtype == flat.dtype:
             _, start, size = span.parts[0]
             return messages[start : start + size]
-        self._brought.load()
-        if span.scales:
-            scales, (_, lengths) = self._scales.load().view(torch.float32).to(flat.dtype), self._elements
-            flat.mul_(torch.repeat_interleave(scales, lengths, output_size=span.numel))
         return flat
 
     # Messages and buffers stay where they are.
@@ -204,12 +211,12 @@ class Pieces:
 
     @cached_property
     def _brought(self) -> FlatBuffer:
-        return self._in_messages(self._buffers["directions"].flat, self._span.parts)
+        return self._in_messages(self._scratch.take(self._keys["directions"], self._span.numel), self._span.parts)
 
     @cached_property
     def _scales(self) -> FlatBuffer:
         """Bytes, because messages are not aligned for numbers of four bytes."""
-        raw = torch.empty(SCALE * len(self._span.grids), dtype=torch.int8, device=self._buffers["directions"].flat.device)
+        raw = torch.empty(SCALE * len(self._span.grids), dtype=torch.int8, device=self._brought.flat.device)
         return self._in_messages(raw, self._span.scales)
 
     def _in_messages(self, flat: Tensor, parts: Sequence[tuple[int, int, int]]) -> FlatBuffer:
@@ -220,7 +227,10 @@ class Pieces:
 
     def write(self, p: Tensor, step: Step, only: Collection[int] | None = None) -> None:
         """Apply directions to the parameters, or to some of them: decay, momentum or averaging, learning rate."""
-        settings, rate, buffers = step.settings[self.group], step.rates[self.group], self._buffers
+        settings, rate = step.settings[self.group], step.rates[self.group]
+        if self._mover and settings.averaging is None and self._move(self._mover, step, only):
+            return
+        buffers = self._buffers
         w, kept, exact = buffers["params"], buffers.get("kept"), buffers.get("exact")
         flat = w.bind(step.stored.params)
         other = kept.bind(step.stored.kept) if kept else None
@@ -236,6 +246,21 @@ class Pieces:
         if kept:
             kept.save(only)
         w.save(only)
+
+    def _move(self, mover: KernelCopies, step: Step, only: Collection[int] | None) -> bool:
+        """In the parameters themselves, unless the kernel cannot. Rates on the device are left to torch."""
+        settings, rate = step.settings[self.group], step.rates[self.group]
+        if isinstance(rate.lr, Tensor) or isinstance(rate.decay, Tensor):
+            return False
+        numbers = Moving(rate.lr, rate.decay, settings.momentum, 1 - settings.dampening, settings.nesterov)
+        return mover.move(step.stored.params, step.stored.kept if settings.momentum > 0 else None, numbers, only)
+
+    @cached_property
+    def _mover(self) -> KernelCopies | None:
+        """If directions have arrived in messages, which stay where they are."""
+        if self._messages is None or not has_kernels(self._messages.device):
+            return None
+        return KernelCopies(coalesce(self._span.grids), self._directions, self.members, into_flat=False)
 
     def _share(self, shares: Mapping[int, Number]) -> Number:
         """One number if all parameters have the same, else one for every element."""

@@ -1,4 +1,4 @@
-"""Copies between a flat buffer and the tensors whose pieces lie in it, by one kernel.
+"""Copies between a flat buffer and the tensors whose pieces lie in it, by one kernel. Another moves the tensors by the buffer.
 
 By torch, every piece that lies apart is a launch. The kernel finds all pieces in a table on the device. The table stays. Only
 addresses are copied to the device again, if tensors have moved since the last step.
@@ -40,6 +40,16 @@ class Launch(NamedTuple):
     vector: int
 
 
+class Moving(NamedTuple):
+    """The numbers of :func:`lather.storage.update.update_`."""
+
+    lr: float
+    decay: float
+    momentum_keep: float
+    momentum_take: float
+    nesterov: bool
+
+
 @final
 class KernelCopies:
     """Copies grids of tensors by a launch or two, into a flat buffer or out of it. ``keys`` are those of all tensors."""
@@ -48,6 +58,7 @@ class KernelCopies:
         self._grids, self._flat, self._into_flat = grids, flat, into_flat
         self._keys = {key: i for i, key in enumerate(keys)}
         self._addresses: tuple[list[int], Tensor] = [], flat  # on the host and on the device
+        self._momenta: tuple[list[int], Tensor] = [], flat
         self._layouts: list[Layout] = [((), 0)] * len(keys)
         self._vector = 0  # elements that are 16 bytes or more in both dtypes
         self._launches: list[Launch] = []
@@ -55,38 +66,66 @@ class KernelCopies:
     def run(self, given: Mapping[Any, Tensor], only: Collection[Any] | None = None) -> bool:
         """Copy all tensors, or some, unless their dtypes differ or are not covered. If one is missing, its part of the buffer
         becomes zero. In a usual step all are there, nothing but addresses is new, and no loop is over grids."""
-        tensors = list(map(given.get, self._keys)) if only is None else [given[i] if i in only else None for i in self._keys]
+        tensors = self._chosen(given, only)
         there = [x for x in tensors if x is not None]
-        dtypes = {x.dtype for x in there}
-        if len(dtypes) != 1 or not {self._flat.dtype, *dtypes} <= DTYPES.keys() or any(map(Tensor.is_neg, there)):
+        if not self._covers(there):
             return False
+        self._find(tensors)
+        to, source = (self._flat.dtype, there[0].dtype) if self._into_flat else (there[0].dtype, self._flat.dtype)
+        self._launch("copy", TO=to, FROM=source)
+        if not self._into_flat:  # kernels write behind autograd's back
+            torch.autograd.graph.increment_version(there)
+        return True
+
+    def move(self, given: Mapping[Any, Tensor], momenta: Mapping[Any, Tensor] | None, numbers: Moving, only: Any) -> bool:
+        """Move parameters, or some of them, by the directions in the buffer, unless their dtypes or layouts are not covered.
+        ``only``: see :meth:`run`."""
+        tensors = self._chosen(given, only)
+        there = [x for x in tensors if x is not None]
+        memory = [] if momenta is None else self._chosen(momenta, only)
+        if not (self._covers(there) and self._flat.dtype == torch.float32 and _are_alike(tensors, memory)):
+            return False
+        self._find(tensors)
+        addresses = [0 if x is None else x.data_ptr() for x in memory]
+        if addresses != self._momenta[0]:
+            self._momenta = addresses, from_host([0, *addresses], self._flat, torch.int64)
+        self._launch("move", self._momenta[1], *numbers[:4], TO=there[0].dtype, MOMENTUM=bool(memory), NESTEROV=numbers.nesterov)
+        torch.autograd.graph.increment_version(there)
+        return True
+
+    def _chosen(self, given: Mapping[Any, Tensor], only: Collection[Any] | None) -> list[Tensor | None]:
+        return list(map(given.get, self._keys)) if only is None else [given[i] if i in only else None for i in self._keys]
+
+    def _covers(self, tensors: Sequence[Tensor]) -> bool:
+        dtypes = {x.dtype for x in tensors}
+        return len(dtypes) == 1 and {self._flat.dtype, *dtypes} <= DTYPES.keys() and not any(map(Tensor.is_neg, tensors))
+
+    def _find(self, tensors: Sequence[Tensor | None]) -> None:
+        """Where tensors are, and how they lie there. For one that has never been there, any layout will do."""
+        there = [x for x in tensors if x is not None]
         addresses = list(map(Tensor.data_ptr, there))
         layouts = list(zip(map(Tensor.stride, there), [address & 15 for address in addresses], strict=True))
-        if len(there) < len(tensors):  # for one that has never been there, any layout will do
+        if len(there) < len(tensors):
             found = iter(layouts)
             layouts = [last if x is None else next(found) for x, last in zip(tensors, self._layouts, strict=True)]
             addresses = [0 if x is None else x.data_ptr() for x in tensors]
-        to, source = (self._flat.dtype, *dtypes) if self._into_flat else (*dtypes, self._flat.dtype)
-        vector = 16 // min(to.itemsize, source.itemsize)
+        vector = 16 // min(self._flat.itemsize, there[0].itemsize)
         if (layouts, vector) != (self._layouts, self._vector):
             self._layouts, self._vector = layouts, vector
             self._launches = self._make_launches()
         if addresses != self._addresses[0]:
             self._addresses = addresses, from_host([self._flat.data_ptr(), *addresses], self._flat, torch.int64)
-        self._launch(DTYPES[to], DTYPES[source])
-        if not self._into_flat:  # kernels write behind autograd's back
-            torch.autograd.graph.increment_version(there)
-        return True
 
-    def _launch(self, to: str, source: str) -> None:
+    def _launch(self, kernel: str, *arguments: Any, **fixed: Any) -> None:
         import triton.language as tl
 
         from ..kernels import copies as kernels
 
-        fixed = {"TO": getattr(tl, to), "FROM": getattr(tl, source), "BLOCK": BLOCK, "num_warps": 8}
+        fixed = {name: getattr(tl, DTYPES[x]) if isinstance(x, torch.dtype) else x for name, x in fixed.items()}
         with torch.cuda.device_of(self._flat):  # type: ignore[no-untyped-call]
             for tiles, boxes, vector in self._launches:
-                kernels.copy[len(tiles),](tiles, boxes, self._addresses[1], VECTOR=vector, **fixed)
+                launch = getattr(kernels, kernel)[len(tiles),]
+                launch(tiles, boxes, self._addresses[1], *arguments, VECTOR=vector, BLOCK=BLOCK, num_warps=8, **fixed)
 
     def _make_launches(self) -> list[Launch]:
         found = [box for grid in self._grids for box in self._boxes(grid)]
@@ -145,3 +184,9 @@ class KernelCopies:
         )
         tiles = first * second * -(-rows // (BLOCK >> shift)) * -(-columns // (1 << shift))
         return box, tiles, self._vector if is_aligned else 1
+
+
+def _are_alike(params: Sequence[Tensor | None], momenta: Sequence[Tensor | None]) -> bool:
+    """Whether momenta, if there are any, are in float32 and lie in memory as the parameters do."""
+    pairs = [(p, m) for p, m in zip(params, momenta, strict=True) if p is not None and m is not None] if momenta else []
+    return all(m.dtype == torch.float32 and m.stride() == p.stride() and not m.data_ptr() & 15 for p, m in pairs)
