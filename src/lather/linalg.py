@@ -205,7 +205,8 @@ def product(
     Two stacks of float16 have a product in float32 if ``out`` is of that dtype.
     """
     if not a.is_cpu:
-        return _product(a, b, out, add, alpha, beta)
+        with _sums_in_float32(a):
+            return _product(a, b, out, add, alpha, beta)
     if out is not None and out.dtype != a.dtype:
         a, b = a.to(out.dtype), b.to(out.dtype)
     x, y = aligned(a), aligned(b)
@@ -365,6 +366,20 @@ def full_precision(device: torch.device) -> Iterator[None]:
     """
     with torch.autocast(device.type, enabled=False), products_in("ieee", device):
         yield
+
+
+@contextmanager
+def _sums_in_float32(x: Tensor) -> Iterator[None]:
+    """Add up products of halves in float32, even if the user allows sums in halves. Torch would refuse a result in float32."""
+    unit = torch.backends.cuda.matmul
+    if not (x.is_cuda and x.dtype == torch.float16 and unit.allow_fp16_accumulation):
+        yield
+        return
+    unit.allow_fp16_accumulation = False
+    try:
+        yield
+    finally:
+        unit.allow_fp16_accumulation = True
 
 
 def are_products_exact() -> bool:

@@ -157,10 +157,11 @@ def test_only_cuda_has_kernels(monkeypatch):
 
 def test_gpus_that_kernels_are_made_for(monkeypatch):
     ask, gpu = roots.has_kernels, torch.device("cuda:0")
-    monkeypatch.setattr(kernels, "_has_triton", lambda: True)
+    monkeypatch.setattr(kernels, "_has_triton", lambda: False)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert ask(gpu) and not ask(torch.device("cpu"))
+    assert ask(gpu) and not ask(torch.device("cpu"))  # a plan on paper is for another machine
+    monkeypatch.setattr(kernels, "_has_triton", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert ask(torch.device("cuda:1"))  # which is not there

@@ -206,7 +206,7 @@ def test_launch_goes_over_all_tiles(monkeypatch):
         def __getitem__(self, grid):
             return lambda **arguments: calls.append((grid, arguments))
 
-    made.launch(Kernel(), {"flat": 1}, made.tile_sums)
+    made.launch(Kernel(), {"flat": 1}, partial=made.tile_sums)
     made.launch(Kernel(), {"flat": 1})
     assert [(grid, arguments["ALIGNED"]) for grid, arguments in calls] == 2 * [
         ((1,), Alignment.CONTIGUOUS),

@@ -13,7 +13,6 @@ from lather.compute.slices import SIDE
 from lather.linalg import gram, pack, side_of, unpack
 from lather.presets.from_torch import SMALL
 from lather.report.models import MODELS, num_params, on_meta, shapes_of
-from lather.roots import has_kernels
 
 SHAPES = [(12, 8), (12, 8), (7, 30), (3, 4, 5), (9,), (1, 4)]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -153,7 +152,6 @@ def test_state_of_a_language_model() -> None:
     assert sizes(preset="low_memory") == pytest.approx([8.02, 7.74], abs=0.01)
 
 
-@pytest.mark.skipif(not has_kernels(torch.device("cuda")), reason="needs Triton")
 def test_factors_are_packed_by_default_where_kernels_do_the_work() -> None:
     def plans(device: str, **options: Any) -> list[int]:
         return [
@@ -181,11 +179,9 @@ def test_index_tables_of_packed_factors_are_planned() -> None:
     to_unpack = {d: linalg._mirrored(d, host).nbytes for shape in sizes.values() for d in shape}
     to_pack = {d: linalg._lower(d, host).nbytes for d in to_unpack}
     assert more("cpu") == sum(to_unpack.values()) + sum(to_pack.values())
-    if has_kernels(torch.device("cuda")):
-        assert more("cuda") == 0
+    assert more("cuda") == 0
 
 
-@pytest.mark.skipif(not has_kernels(torch.device("cuda")), reason="needs Triton")
 def test_buffers_of_kernels_are_planned() -> None:
     """Directions, gradients in two halves of 16 bits padded to whole tiles, filtered gradients where the filter does not remember
     them, and messages."""

@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import lather
 from lather.planning import messages, plan
 from lather.runtime import agreement
+from lather.settings import Settings
 
 Options = dict[str, Any]
 Stored = dict[str, tuple[Tensor, Tensor]]  # parameter -> numbers of the elements that a rank stores, and their values
@@ -506,6 +507,12 @@ def step_with(layout: str, options: Sequence[Options], model: str = "toy") -> No
     run = Run(layout, Case(options[dist.get_rank()], model=model))
     run.set_grads(1)
     run.opt.step()
+
+
+def step_with_kernels_on_one_rank(layout: str) -> None:
+    """Only one rank packs its factors, as if only its device had kernels."""
+    with mock.patch.object(Settings, "packs", return_value=dist.get_rank() == 1):
+        step_with(layout, [{}, {}])
 
 
 def step_without_a_gradient(layout: str, name: str) -> None:

@@ -27,6 +27,11 @@ def test_structure(layout: str, name: str, values: Any, pools: Pools) -> None:
     refused(pools[2].attempt(cases.step_with, layout, [{name: value} for value in values], timeout=10), name)
 
 
+def test_devices(pools: Pools) -> None:
+    """Ranks exchange blocks of state when it is gathered, so these must have the same form everywhere."""
+    refused(pools[2].attempt(cases.step_with_kernels_on_one_rank, "ddp2", timeout=10), "packed factors of param group 0")
+
+
 @pytest.mark.parametrize("layout", ["ddp2", "fsdp2"])
 @pytest.mark.parametrize(("name", "values"), [("lr", (0.1, 0.2)), ("eps", (1e-3, 1e-4))])
 def test_options(layout: str, name: str, values: Any, pools: Pools) -> None:

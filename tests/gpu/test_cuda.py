@@ -15,7 +15,7 @@ from paper import PAPER, TODAY
 from reference import Reference
 
 import lather
-from lather.linalg import is_packed, mode_product, pack, per_slot
+from lather.linalg import is_packed, mode_product, norms, pack, per_slot
 from lather.roots import directions, has_kernels, polar, products
 from lather.roots.track import _halves
 
@@ -181,7 +181,7 @@ def test_plain_steps_do_not_synchronise_by_default(options):
 ROOTS = ["eigh", "newton", "higher_order", "track", "minimax", "auto"]
 
 
-@pytest.mark.parametrize("options", [*({"root": root} for root in ROOTS), SOAP, KL, SPECTRAL], ids=str)
+@pytest.mark.parametrize("options", [*({"root": root} for root in ROOTS), {"precision": "fast"}, SOAP, KL, SPECTRAL], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_resume_is_bitwise(options, dtype):
     opt, params, _ = make(dtype, **options)
@@ -319,7 +319,7 @@ def test_directions_in_halves(shape, condition, size, packed):
         exact = mode_product(exact, roots[-1].double(), i)
     u[1], u[2, 0, 0] = 0, torch.nan
     out, back = torch.empty_like(u), torch.empty(n, device="cuda")
-    given, sizes = [pack(x) for x in roots] if packed else roots, directions.Sizes(u.flatten(1).abs().amax(1), back)
+    given, sizes = [pack(x) for x in roots] if packed else roots, directions.Sizes(norms(u.double()).float(), back)
     assert directions.fits(u, given)
     with mock.patch.object(directions, "AT_A_TIME", 2 * max(shape) ** 2):
         directions.precondition(u, given, out, sizes)
@@ -327,6 +327,16 @@ def test_directions_in_halves(shape, condition, size, packed):
     assert found[1].count_nonzero() == 0 and not found[2].isfinite().all()
     for i in (0, 3, 4):
         assert torch.linalg.vector_norm(found[i] - exact[i]) <= 2e-3 * torch.linalg.vector_norm(exact[i])
+
+
+@needs_kernels
+@pytest.mark.usefixtures("_inexact")
+def test_sums_of_halves_are_in_float32(monkeypatch):
+    """Even if the user allows others, with which torch refuses a product of halves in float32."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", True)
+    opt, params, given = make(root="eigh")
+    assert_agrees(opt, params, given, {}, 5e-3)
+    assert torch.backends.cuda.matmul.allow_fp16_accumulation
 
 
 def test_factors_are_packed_by_default():

@@ -22,7 +22,6 @@ from lather.methods import METHODS, Context, Hyper, Kronecker, Method, Stack, St
 from lather.methods.shampoo import ROOT_OPTIONS
 from lather.options import OPTIONS, markdown
 from lather.planning.plan import Spec, make_plan
-from lather.roots import has_kernels
 from lather.runtime.unit_plan import plan_units
 
 Options = dict[str, Any]
@@ -158,7 +157,6 @@ def test_plan_of_a_refreshed_method() -> None:
     assert opt.plan().to_dict() == ours.to_dict()
 
 
-@pytest.mark.skipif(not has_kernels(torch.device("cuda")), reason="needs Triton")
 def test_kernels_leave_alone_what_they_do_not_know() -> None:
     """A method says how much of it kernels cover, and by default that is nothing."""
     for method, covered in (("shampoo", 2), ("whitened", 1), ("mean_size", 1)):

@@ -24,7 +24,7 @@ GPUS = [
     ({"capability": (7, 5)}, Newton()),
     ({"capability": (9, 0), "triton": False}, Newton()),
     ({"capability": (9, 0), "hip": "6.2"}, Newton()),
-    ({"triton": False}, Newton()),
+    ({"triton": False}, Minimax()),
 ]
 
 

@@ -48,7 +48,6 @@ class Variant(NamedTuple):
     halves: int  # 16-bit numbers for each float32 number in products
     plain: bool  # whether gradients are needed as they are
     clear: bool  # whether someone else has used the buffer of halves
-    packed: bool
     grad: torch.dtype
     param: torch.dtype
     root: torch.dtype
@@ -227,7 +226,6 @@ class KernelExecutor(Executor[Seen]):
             halves=2 if are_products_exact() else 1,
             plain=self._torch_takes_in or hyper.beta1 == 0,
             clear=soiled and self._is_padded,
-            packed=self._packed,
             grad=sources.dtype,
             param=sources.params[0].dtype if sources.params else torch.float32,
             root=hyper.root_dtype,
@@ -299,33 +297,35 @@ class KernelExecutor(Executor[Seen]):
         b, v, tables = self._buffers, seen.variant, self._tables
         reading = {"grads": b.addresses.gradients, "weights": b.addresses.parameters, "numbers": b.numbers}
         reading |= {"COUPLED": v.coupled, "GRAD": _type(v.grad), "PARAM": _type(v.param)}
-        tables.launch(kernels.size_of_gradients, reading, tables.tile_sums)
+        tables.launch(kernels.size_of_gradients, reading, partial=tables.tile_sums)
         kernels.look_at_gradients[self.n,](
-            tables.slots, tables.tile_sums, b.active, tables.skip_counters, b.alive, b.scale, b.largest, self.n,
-            b.numbers, BLOCK=REDUCE, num_warps=1,
+            tables.slots, tables.tile_sums, b.active, tables.skip_counters, b.alive, b.scale, self.n, b.numbers,
+            BLOCK=REDUCE, num_warps=1,
         )  # fmt: skip
         if v.clear:
             self._memory["halves"].zero_()
         slots = {"alive": b.alive, "scale": b.scale, "corrections": b.corrections, "n": self.n, "UNIFORM": v.uniform}
         copies = {"plain": self._memory.get("plain"), "filtered": self._memory.get("filtered"), "plane": self._plane}
-        copies |= {"largest": b.largest if v.halves == 1 else None}
         made = {"FILTER": v.filtered, "LOOKS_AHEAD": v.looks_ahead, "SECOND": v.second, "PLAIN": v.plain, "HALVES": v.halves}
         made |= {"KEPT": _type(v.kept)}
         if self.method and self.method.judges:  # it needs the gradients as they are, before anything is averaged
-            only = made | {"largest": None, "FILTER": False, "LOOKS_AHEAD": False, "SECOND": False}
-            tables.launch(kernels.average, {**reading, **slots, **copies, **only}, tables.graft_sums)
+            only = made | {"FILTER": False, "LOOKS_AHEAD": False, "SECOND": False}
+            tables.launch(kernels.average, {**reading, **slots, **copies, **only}, partial=tables.graft_sums, norms=None)
             side_by_side([partial(self._judge, seen, i, part) for i, part in self._costly_first()])
-        tables.launch(kernels.average, {**reading, **slots, **copies, **made}, tables.graft_sums)
+        norms = tables.tile_sums if self._halves_directions(v) else None
+        tables.launch(kernels.average, {**reading, **slots, **copies, **made}, partial=tables.graft_sums, norms=norms)
         works: list[Callable[[], object]] = [
             partial(
                 kernels.gram[len(found.jobs),], found.jobs, b.alive, b.scale, self._plane, b.numbers, HALVES=v.halves,
-                ROWS=found.by_rows, EVEN=found.aligned, PACKED=v.packed, SIDE=SIDE, DEPTH=DEPTH, num_warps=8,
+                ROWS=found.by_rows, EVEN=found.aligned, PACKED=self._packed, SIDE=SIDE, DEPTH=DEPTH, num_warps=8,
                 num_stages=stages(self.device),
             )
             for found in tables.factors
         ]  # fmt: skip
         if tables.thin:  # first, as it takes long and needs little
             works.insert(0, partial(self._launch_thin, v, tables.thin))
+        if norms is not None:
+            works.append(partial(kernels.norms_of_slots[self.n,], tables.slots, norms, b.norms, self.n, BLOCK=REDUCE, num_warps=1))
         for i, part in enumerate(self.slices):
             if self.method and self._torch_takes_in and part.key.modes and not part.kernel_factors and not self.method.judges:
                 works.append(partial(self.method.accumulate, part.state, self._stack("plain", i), seen.contexts[i]))
@@ -347,7 +347,7 @@ class KernelExecutor(Executor[Seen]):
             thin.chunks, thin.sums, self._plane, HALVES=v.halves, SIDE=THIN_SIDE, DEPTH=DEPTH, num_warps=1
         )
         kernels.thin_factors[len(thin.factors),](
-            thin.factors, thin.sums, b.alive, b.scale, b.numbers, PACKED=v.packed, SIDE=THIN_SIDE, num_warps=4
+            thin.factors, thin.sums, b.alive, b.scale, b.numbers, PACKED=self._packed, SIDE=THIN_SIDE, num_warps=4
         )
 
     def _launch_follow(self, seen: Seen) -> None:
@@ -371,10 +371,10 @@ class KernelExecutor(Executor[Seen]):
             ]
         )
         if any(goes) and v.graft:
-            tables.launch(kernels.size_of_directions, {"flat": flat}, tables.tile_sums)
+            tables.launch(kernels.size_of_directions, {"flat": flat}, partial=tables.tile_sums)
         kernels.choose[self.n,](
             tables.slots, tables.graft_sums, tables.tile_sums, b.alive, b.started, b.back, b.gain, b.corrections, self.n,
-            b.numbers, GRAFT=v.graft, HALVED=v.halves == 1, RMS=self.graft.rms,
+            b.numbers, GRAFT=v.graft, HALVED=self._halves_directions(v), RMS=self.graft.rms,
             LINEAR=self.method is None or self.method.linear, UNIFORM=v.uniform, ROOT=_type(v.root), BLOCK=REDUCE, num_warps=1,
         )  # fmt: skip
         addresses = {"weights": b.addresses.parameters, "momenta": b.addresses.momenta}
@@ -393,13 +393,17 @@ class KernelExecutor(Executor[Seen]):
         first, last = (self.firsts[i] + slot for slot in (slots.start, slots.stop))
         if self._torch_takes_in and (self.method.follows or part.custom_factors):
             ctx = replace(ctx, bc2=corrections("factor", first, last, seen.variant.uniform))
-        if seen.variant.halves == 1:
-            ctx = replace(ctx, sizes=Sizes(self._buffers.largest[first:last], self._buffers.back[first:last]))
+        if self._halves_directions(seen.variant):
+            ctx = replace(ctx, sizes=Sizes(self._buffers.norms[first:last], self._buffers.back[first:last]))
         u = (part.state["m"] if role == "m" else self._stack(role, i))[slots]
         if not self.method.linear and seen.hyper.bias_correction and seen.variant.filtered:
             u = u / per_slot(corrections("filter", first, last, seen.variant.uniform), u)
         state = {name: tensor[slots] for name, tensor in part.state.items()}
         self.method.apply(state, u, ctx, self._stack("flat", i)[slots])
+
+    def _halves_directions(self, v: Variant) -> bool:
+        """Whether products with roots may be in halves."""
+        return v.halves == 1 and self.method is not None
 
     def _parts(self, n: int) -> list[slice]:
         """Slots that are computed together. Parts of a stack are branches of a graph: none waits for the last tiles of another."""
@@ -438,7 +442,7 @@ class Buffers:
         self.numbers = self._words[:numbers].view(torch.float64)
         self.bc2 = self.numbers[position(Numbers, "factor_correction")]
         self.addresses = TensorAddresses(*self._words[numbers:].view(rows, tensors).unbind())
-        self.alive, self.scale, self.gain, self.largest, self.back = torch.ones(5, n, dtype=torch.float32, device=device).unbind()
+        self.alive, self.scale, self.gain, self.norms, self.back = torch.ones(5, n, dtype=torch.float32, device=device).unbind()
         self.corrections = torch.ones(len(Corrections._fields), n, dtype=torch.float32, device=device)
         self.active = torch.ones(n, dtype=torch.uint8, device=device)
         self.started = torch.zeros(n, dtype=torch.uint8, device=device)

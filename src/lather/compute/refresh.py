@@ -44,7 +44,7 @@ def refresh(method: Kronecker, due: Sequence[Due], background: Background | None
     hard = [[slot for slot in job.slots if slot in job.failing][:RESCUES] for job in due]
     easy = [[slot for slot in job.slots if slot not in some] for job, some in zip(due, hard, strict=True)]
     threaded, ends = bool(due[0].ctx.hyper.root_device), list[tuple[Tensor, set[int]]]()
-    at_once = PARTS if all(job.solver.in_parts for job in due) else 1
+    at_once = PARTS if all(job.solver.in_parts and PARTS * slot_size(job) <= LARGEST for job in due) else 1
     for parts, exact in ((easy, False), (hard, True)):
         jobs = [replace(job, slots=slots) for job, slots in zip(due, parts, strict=True) if slots]
         counts, left = [job.failed for job in jobs], [set(job.slots) for job in jobs]
@@ -103,9 +103,14 @@ def is_capturable(due: Sequence[Due]) -> bool:
     return True
 
 
+def slot_size(job: Due) -> int:
+    """Elements of the factors of a slot, at least 1."""
+    return max(1, sum(elements_of(job.state, i) for i in modes_of(job.state)))
+
+
 def cut_into_batches(due: Sequence[Due], at_once: int = 1) -> list[dict[int, Due]]:
     """What is due, by its number, in batches of bounded size. ``at_once`` of them share the memory. A slot stays whole."""
-    sizes = [max(1, sum(elements_of(job.state, i) for i in modes_of(job.state))) for job in due]
+    sizes = [slot_size(job) for job in due]
     everything = sum(size * len(job.ctx.alive) for size, job in zip(sizes, due, strict=True))
     room = most = min(LARGEST, max(SMALLEST, everything // 4)) // at_once
     batches: list[dict[int, Due]] = [{}]

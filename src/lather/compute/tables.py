@@ -59,7 +59,7 @@ class Tables:
     - ``ranges``: all tiles, in at most one range for each alignment. See :meth:`launch`.
     - ``slots``: rows of :class:`~lather.kernels.schema.SlotTable`.
     - ``skip_counters [n]``: addresses of the counters of gradients that are not finite.
-    - ``tile_sums``, ``graft_sums``: buffers for sums over each tile; the second is for the norm of the graft's direction.
+    - ``tile_sums``, ``graft_sums``: buffers for sums over each tile, or norms of it; the second is for the graft's direction.
     - ``factors``, ``thin``: factors that kernels update.
     """
 
@@ -83,11 +83,11 @@ class Tables:
         self.factors = _factor_launches(by_kernels, device)
         self.thin = _thin_launch(by_kernels, device)
 
-    def launch(self, kernel: Any, arguments: Mapping[str, Any], sums: Tensor | None = None) -> None:
-        """Launch an elementwise kernel over all tiles, once for each alignment. ``sums`` has one entry per tile."""
+    def launch(self, kernel: Any, arguments: Mapping[str, Any], **by_tile: Tensor | None) -> None:
+        """Launch an elementwise kernel over all tiles, once for each alignment. ``by_tile`` are vectors with one entry per tile."""
         works = []
         for first, tiles, alignment in self.ranges:
-            more = {} if sums is None else {"partial": sums[first : first + len(tiles)]}
+            more = {name: None if x is None else x[first : first + len(tiles)] for name, x in by_tile.items()}
             fixed = {"ALIGNED": int(alignment), "BLOCK": BLOCK, "num_warps": 8}
             works.append(partial(kernel[len(tiles),], tiles=tiles, **more, **arguments, **fixed))
         side_by_side(works)

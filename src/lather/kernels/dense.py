@@ -239,15 +239,15 @@ def _half_room(x, slot, d, room, PACKED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def balance(
-    x0, x1, largest, scales, back, n, d0, d1, room0, room1, room, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+    x0, x1, norms, scales, back, n, d0, d1, room0, room1, room, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What to multiply gradients and roots by before they are halved, and products of them afterwards. All are powers of two.
 
-    ``scales[3, n]`` are for gradients, whose ``largest[n]`` element then is below ``2^room``, and for roots, whose traces then are
-    below ``2^room0`` and ``2^room1``. They are to be applied twice. ``back[n]`` undoes them all.
+    ``scales[3, n]`` are for gradients, whose ``norms[n]`` then are below ``2^room``, and for roots, whose traces then are below
+    ``2^room0`` and ``2^room1``. They are to be applied twice. ``back[n]`` undoes them all.
     """
     slot = tl.program_id(0)
-    own = (room - _exponent(tl.load(largest + slot))) >> 1
+    own = (room - _exponent(tl.load(norms + slot))) >> 1
     first, second = _half_room(x0, slot, d0, room0, PACKED, BLOCK), _half_room(x1, slot, d1, room1, PACKED, BLOCK)
     total = own + first + second
     tl.store(scales + slot, _power_of_two(own))

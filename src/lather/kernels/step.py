@@ -78,11 +78,11 @@ def _total(partial, slots, slot, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def look_at_gradients(slots, partial, active, counts, alive, scale, largest, n, numbers, BLOCK: tl.constexpr):
+def look_at_gradients(slots, partial, active, counts, alive, scale, n, numbers, BLOCK: tl.constexpr):
     """``alive[slot]`` is 1 if the slot has a gradient, both the gradient and its square are finite, and the learning rate is valid.
 
     ``scale[slot]`` is the power of two that brings the gradient's norm into [2^14, 2^15): halves do not overflow, and few
-    vanish. ``counts`` are addresses of counters of steps that were skipped. ``largest[slot]`` becomes 0.
+    vanish. ``counts`` are addresses of counters of steps that were skipped.
     """
     slot = tl.program_id(0)
     total = _total(partial, slots, slot, n, BLOCK)
@@ -95,7 +95,29 @@ def look_at_gradients(slots, partial, active, counts, alive, scale, largest, n, 
     norm = tl.where(fine & (total > 0), tl.sqrt(total), 1.0)
     exponent = tl.minimum(tl.maximum(14.0 - tl.floor(tl.log2(norm)), -100.0), 100.0)
     tl.store(scale + slot, tl.exp2(exponent))
-    tl.store(largest + slot, 0.0)
+
+
+@triton.jit
+def _norm(x):
+    """Of a vector. No square overflows or vanishes."""
+    largest = tl.max(tl.abs(x), 0)
+    x = x / tl.where(largest > 0, largest, 1.0)
+    return largest * tl.sqrt(tl.sum(x * x, 0))
+
+
+@triton.jit
+def norms_of_slots(slots, partial, norms, n, BLOCK: tl.constexpr):
+    """``norms[slot]``, from the norms of its tiles."""
+    slot = tl.program_id(0)
+    first, count = tl.load(slots + FIRST_TILE * n + slot), tl.load(slots + NUM_TILES * n + slot)
+    norm = 0.0
+    for i in range(0, count, BLOCK):
+        at = i + tl.arange(0, BLOCK)
+        some = _norm(tl.load(partial + first + at, at < count, 0.0))
+        large, small = tl.maximum(norm, some), tl.minimum(norm, some)
+        ratio = small / tl.where(large > 0, large, 1.0)
+        norm = large * tl.sqrt(1.0 + ratio * ratio)
+    tl.store(norms + slot, norm)
 
 
 @triton.jit
@@ -117,7 +139,7 @@ def _own(u, v, correction, eps, SECOND: tl.constexpr):
 
 @triton.jit
 def average(
-    tiles, grads, weights, alive, scale, partial, largest, plain, filtered, corrections, n, numbers, plane,
+    tiles, grads, weights, alive, scale, partial, norms, plain, filtered, corrections, n, numbers, plane,
     FILTER: tl.constexpr, LOOKS_AHEAD: tl.constexpr, SECOND: tl.constexpr, PLAIN: tl.constexpr, HALVES: tl.constexpr,
     UNIFORM: tl.constexpr, COUPLED: tl.constexpr, ALIGNED: tl.constexpr, GRAD: tl.constexpr, PARAM: tl.constexpr,
     KEPT: tl.constexpr, BLOCK: tl.constexpr,
@@ -126,8 +148,8 @@ def average(
 
     ``partial[tile]`` becomes the sum of squares of the graft's direction, ``plain`` the gradient (``PLAIN``). The filtered gradient
     is the new ``m``. If it ``LOOKS_AHEAD`` it is another mixture of ``m`` and ``g``, or ``m`` before it is rounded to the dtype
-    that it is ``KEPT`` in, and goes into ``filtered``. ``largest[slot]``, if it is asked for, becomes the size of its largest
-    element. The scaled gradient goes into halves: ``HALVES`` says how many numbers of 16 bits, and low halves lie ``plane``
+    that it is ``KEPT`` in, and goes into ``filtered``. ``norms[tile]``, if they are asked for, become its norms. The scaled
+    gradient goes into halves: ``HALVES`` says how many numbers of 16 bits, and low halves lie ``plane``
     elements behind high ones. A slot that is not alive keeps its state, and its gradient counts as zero.
     """
     row = tiles + tl.program_id(0) * TILE_WIDTH
@@ -166,8 +188,8 @@ def average(
         if LOOKS_AHEAD:
             u = old + _number(numbers, DIRECTION_TAKE) * (g - old)
             tl.store(at_offset(filtered, tl.load(row + FLAT_OFFSET) + index, ALIGNED), u, inside)
-    if largest is not None:
-        tl.atomic_max(largest + slot, tl.max(tl.where(inside, tl.abs(u), 0.0), 0))  # in any order it is the same
+    if norms is not None:
+        tl.store(norms + tl.program_id(0), _norm(tl.where(inside, u, 0.0)))
     if FILTER:
         u = u / first
     v = u

@@ -14,32 +14,34 @@ from torch import Tensor
 from ..linalg import is_packed, rotate, unpack_by_kernels
 
 AT_A_TIME = 1 << 25  # elements of roots, or of gradients, that are halved at a time: 64 MiB
+BLOCK = 4096  # elements that a program halves
 EVEN = 8  # sides that are multiples of it suit tensor cores
+MOST = (1 << 16) - 1  # programs along the second and third axis of a launch
 LARGEST = 15  # exponent of the largest norm that a result may have
 
 
 class Sizes(NamedTuple):
-    """float32 ``[n]``: the largest element of every gradient, in size; and what its direction then has to be multiplied by."""
+    """float32 ``[n]``: the norm of every gradient, and what its direction then has to be multiplied by."""
 
-    largest: Tensor
+    norms: Tensor
     back: Tensor
 
 
 def fits(u: Tensor, roots: Sequence[Tensor]) -> bool:
     """Whether :func:`precondition` takes these: matrices with whole roots, and sides that suit tensor cores.
 
-    With a third mode, as short as that of a convolution, halves took 10 to 30% longer than float32. Kernels count in 32 bits.
+    With a third mode, as short as that of a convolution, halves took 10 to 30% longer than float32.
     """
     n, *shape = u.shape
     whole = len(shape) == 2 and all(x.dim() == 3 for x in roots)
-    small = n < 1 << 16 and max(shape) < 1 << 15 and math.prod(shape) < 1 << 28
+    small = n < MOST and max(math.prod(shape), *(d * d for d in shape)) < MOST * BLOCK
     return whole and small and u.dtype == torch.float32 and shape[0] % EVEN == shape[1] % EVEN == 0
 
 
 def precondition(u: Tensor, roots: Sequence[Tensor], out: Tensor, sizes: Sizes) -> Tensor:
     """``out`` times ``sizes.back``, a power of two, is ``u [n, a, b]`` times the roots of both modes. Both are written.
 
-    Sums and ``out`` are in float32, results in between in halves. None of them overflows: a root is positive definite, so its
+    Sums and ``out`` are in float32, the result in between in halves. None of them overflows: a root is positive definite, so its
     trace bounds what it makes of a norm. Zeros stay zeros, and what is not finite makes its slot not finite.
     """
     n, *shape = u.shape
@@ -63,10 +65,10 @@ def balance(u: Tensor, roots: Sequence[Tensor], sizes: Sizes) -> Tensor:
 
     n, *shape = u.shape
     rooms = [2 + _half_bits(d) for d in shape]
-    room = LARGEST - rooms[1] - _half_bits(math.prod(shape))  # of the largest element
+    room = LARGEST - rooms[1]
     scales = u.new_empty(3, n)
     dense.balance[n,](
-        *roots, sizes.largest, scales, sizes.back, n, *shape, *rooms, room,
+        *roots, sizes.norms, scales, sizes.back, n, *shape, *rooms, room,
         PACKED=any(map(is_packed, roots)), BLOCK=min(1024, 1 << (max(shape) - 1).bit_length()),
     )  # fmt: skip
     return scales
@@ -76,8 +78,8 @@ def halve(x: Tensor, scale: Tensor) -> Tensor:
     """``scale[n]^2 x`` in halves."""
     from ..kernels import dense
 
-    out, numel, block = torch.empty_like(x, dtype=torch.float16), x[0].numel(), 4096
-    dense.halve[1, len(x), -(-numel // block)](x, scale, out, 1, numel, 1, numel, BLOCK=block, num_warps=8)
+    out, numel = torch.empty_like(x, dtype=torch.float16), x[0].numel()
+    dense.halve[1, len(x), -(-numel // BLOCK)](x, scale, out, 1, numel, 1, numel, BLOCK=BLOCK, num_warps=8)
     return out
 
 

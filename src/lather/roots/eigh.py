@@ -23,10 +23,10 @@ IN_FLOAT64 = range(128, 513)  # on CUDA, where torch is about as fast in float64
 class Eigh(EigenSolver):
     """`A = Q diag(lambda) Q^T`, then `X = Q diag((lambda - min(lambda_min, 0) + eps)^(-e)) Q^T`.
 
-    With a relative ridge that float32 resolves, the work is done in the dtype of `A`. A slot is solved again in float64 if its
+    On a CPU the work is done in float64, or in the dtype of `A` if the ridge is relative and large enough for float32. On CUDA
+    it is done in float64 for sizes from 128 to 512, else in the dtype of `A`. A slot is solved again in float64 if its
     decomposition fails or is inaccurate in float32, and is not ok only if that fails too. Finding such slots takes one host
-    read per call. With other ridges on a CPU, and on CUDA for sizes from 128 to 512, the work is done in float64. The residual
-    is an estimate of `||Q diag(lambda) Q^T - A||_F / ||A||_F`, found by multiplying vectors.
+    read per call. The residual is an estimate of `||Q diag(lambda) Q^T - A||_F / ||A||_F`, found by multiplying vectors.
 
     >>> Eigh()(16 * torch.eye(2).expand(1, 2, 2), e=0.25, eps=1e-12, state={}).value[0].diagonal()
     tensor([0.5000, 0.5000])
@@ -53,8 +53,8 @@ class Eigh(EigenSolver):
 
 
 def _working(a: Tensor, eps: Ridge | None = None) -> Tensor:
-    """`a` in the dtype to work in. At condition 1e4 float32 eigenvectors cost a root 2e-4, far less than its age does. Below that
-    the errors grow with the condition. On a CPU float64 takes twice the time."""
+    """`a` in the dtype to work in. At condition 1e4 float32 eigenvectors cost a root 2e-4, far less than its age does. The errors
+    grow with the condition. On a CPU float64 takes twice the time."""
     if a.is_cuda:
         return a.double() if a.shape[-1] in IN_FLOAT64 else a
     return a if isinstance(eps, Relative) and eps.eps >= RESOLVED else a.double()

@@ -138,8 +138,9 @@ def take_columns(x: Tensor, order: Tensor) -> Tensor:
         return x.take_along_dim(order[:, None, :], 2)
     from ..kernels import dense
 
-    (n, d, _), out = x.shape, torch.empty_like(x)
-    dense.take_columns[-(-d // ROWS), n, -(-d // COLUMNS)](x.contiguous(), order, out, d, ROWS=ROWS, BLOCK=COLUMNS, num_warps=4)
+    (n, d, _), x = x.shape, x.contiguous()
+    out = torch.empty_like(x)
+    dense.take_columns[-(-d // ROWS), n, -(-d // COLUMNS)](x, order, out, d, ROWS=ROWS, BLOCK=COLUMNS, num_warps=4)
     return out
 
 
@@ -165,7 +166,7 @@ def _solve(lower: Tensor, b: Tensor) -> tuple[Tensor]:
 
 
 def _by_kernels(a: Tensor) -> bool:
-    return a.dtype == torch.float32 and has_kernels(a.device)
+    return a.dtype == torch.float32 and len(a) < 1 << 16 and has_kernels(a.device)
 
 
 def _halves(a: Tensor, inverted: bool = True) -> tuple[Tensor, Tensor]:

@@ -210,6 +210,7 @@ def make_claim(run: Run, world: Ranks, ranks: Ranks, given: Mapping[str, Any]) -
     groups = sorted({plan.specs[i].group for i in mine})
     facts = {PLAN: MADE} | {name: str(value) for name, value in given.items()}
     facts |= {f"{PARAMETER} {k}": f"{plan.specs[i].name} {describe(params[i])}" for k, i in enumerate(mine)}
+    facts |= {f"packed factors of param group {g}": str(_packs(plan, g)) for g in groups}  # which depends on the device
     schedule: dict[int, int] = {}
     for g in groups:
         if repeated and plan.settings[g].staggered:
@@ -219,6 +220,10 @@ def make_claim(run: Run, world: Ranks, ranks: Ranks, given: Mapping[str, Any]) -
     owners = {"owners of blocks and steps of refreshes": str([(plan.owners[n], schedule.get(n)) for n in blocks])}
     owners |= {"root solvers": _solvers(run, blocks.values())} if repeated else {}
     return Claim(mine, groups, facts, owners)
+
+
+def _packs(plan: Plan, group: int) -> list[bool]:
+    return sorted({plan.settings[group].packs(spec.device) for spec in plan.specs if spec.group == group})
 
 
 def _rate(lr: Any, read: bool) -> str:
