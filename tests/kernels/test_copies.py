@@ -71,12 +71,11 @@ def counted(monkeypatch):
 SHAPES = [(), (1,), (300,), (17, 40), (16, 64), (64, 16, 3), (6, 5, 3, 3), (3, 4, 2, 3, 5), (0, 4), (2, 3, 2, 2, 2, 3)]
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("own", "other"), DTYPES, ids=str)
-def test_copies_are_exact(own, other, seed, monkeypatch):
+@pytest.mark.parametrize("seed", range(2 * len(DTYPES)))
+def test_copies_are_exact(seed, monkeypatch):
     """In any layout, of boxes of any shape, also empty ones; with other dtypes on both sides."""
     torch.manual_seed(seed)
-    draw = random.Random(seed)
+    draw, (own, other) = random.Random(seed), DTYPES[seed // 2]
     shapes = draw.sample(SHAPES, 5)
     tensors = {i: laid_out(shape, other, draw) for i, shape in enumerate(shapes)}
     grids, end = [], 0

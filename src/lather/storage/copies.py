@@ -90,7 +90,7 @@ class KernelCopies:
         if addresses != self._momenta[0]:
             self._momenta = addresses, from_host([0, *addresses], self._flat, torch.int64)
         self._launch("move", self._momenta[1], *numbers[:4], TO=there[0].dtype, MOMENTUM=bool(memory), NESTEROV=numbers.nesterov)
-        torch.autograd.graph.increment_version(there)
+        torch.autograd.graph.increment_version([*there, *(x for x in memory if x is not None)])
         return True
 
     def _chosen(self, given: Mapping[Any, Tensor], only: Collection[Any] | None) -> list[Tensor | None]:
