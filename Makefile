@@ -24,7 +24,7 @@ test: setup
 	$(BIN)/mypy
 	$(PYTEST)
 
-# Tests of benchmarks, experiments and their reports.
+# Tests of examples, benchmarks, experiments and their reports.
 test-scripts: setup
 	$(PYTEST) -m scripts tests/scripts
 

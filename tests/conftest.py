@@ -26,12 +26,12 @@ def _freeze() -> None:
     gc.freeze()
 
 
-LONG = ("tests/test_examples.py", "tests/test_kernels.py", "tests/distributed/test_equal.py", "tests/conformance/test_twin.py")
+LONG = ("tests/test_kernels.py", "tests/distributed/test_equal.py", "tests/conformance/test_twin.py")
 LONG += ("tests/distributed/test_checkpoint.py", "tests/clients/test_trainers.py", "tests/test_kernels_executor.py")
 LONG += ("tests/conformance/test_properties.py", "tests/contract/test_torch.py", "tests/distributed/test_mixtures.py")
 LONG += ("tests/contract/test_checkpoint.py", "tests/report/test_tune.py", "tests/test_docs.py", "tests/distributed/test_ranks.py")
 LONG += ("tests/distributed/test_edges.py", "tests/methods/test_soap.py", "tests/test_demo.py", "tests/test_architecture.py")
-LONG += ("tests/scripts/test_benchmarks.py", "tests/scripts/test_experiments.py")
+LONG += ("tests/scripts/test_examples.py", "tests/scripts/test_benchmarks.py", "tests/scripts/test_experiments.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -291,7 +291,7 @@ def test_an_element_without_a_finite_direction_stays():
 )
 def test_state_that_is_not_finite_is_treated_as_by_torch(name, bad, roles, monkeypatch):
     """Its blocks are marked and start anew; momentum starts anew where it is not finite."""
-    shapes = [(24, 8), (9,), (7, 31)]
+    shapes = [(8, 8), (7, 31)]
     for role in roles:
         results = []
         for suits in (slices.suits, lambda *_: False):
@@ -300,12 +300,12 @@ def test_state_that_is_not_finite_is_treated_as_by_torch(name, bad, roles, monke
             opt = lather.Shampoo(params, **GIVEN | CASES[name])
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", lather.NumericalWarning)
-                for step in range(1, 6):
+                for step in range(1, 5):
                     if step == 3:  # after a refresh
-                        found = [key for key in opt.state[params[2]] if key.partition(".")[0] == role and not key.endswith(".0")]
+                        found = [key for key in opt.state[params[1]] if key.partition(".")[0] == role and not key.endswith(".0")]
                         assert found
                         for key in found:
-                            opt.state[params[2]][key].flatten()[-1] = bad
+                            opt.state[params[1]][key].flatten()[-1] = bad
                     for p, grad in zip(params, gradients(step, shapes), strict=True):
                         p.grad = grad
                     opt.step()

@@ -24,7 +24,9 @@ import pytest
 import torch
 from distributed.harness import Pool
 
-ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.scripts
+
+ROOT = Path(__file__).parent.parent.parent
 SIZES = ("--width=16", "--layers=1", "--batch=12", "--context=32", "--lr=0.01", "--double")
 TINY = (*SIZES, "--steps=60", "--print-every=10", "--save-every=10")
 SECONDS = 120  # for one run, which takes about 6
