@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .schema import Start
-from .tiles import columns, width
+from .tiles import ONE_BY_ONE, columns, width
 
 M_A, M_IDENTITY, R_A, R_SQUARE, R_IDENTITY, BACK = columns(Start, "m_a", "m_identity", "r_a", "r_square", "r_identity", "back")
 START_WIDTH = width(Start)
@@ -237,7 +237,7 @@ def _half_room(x, slot, d, room, PACKED: tl.constexpr, BLOCK: tl.constexpr):
     return (room - _exponent(tl.sum(trace))) >> 1
 
 
-@triton.jit
+@triton.jit(**ONE_BY_ONE)
 def balance(
     x0, x1, norms, scales, back, n, d0, d1, room0, room1, room, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

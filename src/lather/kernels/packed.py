@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .tiles import ONE_BY_ONE
+
 
 @triton.jit
 def _tile(d, EVEN: tl.constexpr, SIDE: tl.constexpr):
@@ -36,7 +38,7 @@ def _in_matrix(matrices, slot, rows, columns, d, EVEN: tl.constexpr):
     return at, (rows[:, None] < d) & (columns[None, :] < d)
 
 
-@triton.jit
+@triton.jit(**ONE_BY_ONE)
 def unpack(triangles, matrices, scale, d, EVEN: tl.constexpr, SIDE: tl.constexpr):
     """The symmetric ``matrices [n, d, d]`` with these lower triangles, in their own dtype. Every triangle is read once.
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .schema import Corrections, FactorJob, Numbers, SlotTable, ThinChunk, ThinFactor, Tile
-from .tiles import LOW, at_offset, columns, elements, in_state, in_tensor, low_half, moved, width
+from .tiles import LOW, ONE_BY_ONE, at_offset, columns, elements, in_state, in_tensor, low_half, moved, width
 
 GRADIENT_SIGN, COUPLED_DECAY = columns(Numbers, "gradient_sign", "coupled_decay")
 FILTER_TAKE, DIRECTION_TAKE = columns(Numbers, "filter_take", "direction_take")
@@ -54,7 +54,7 @@ def _gradient(grads, weights, row, index, inside, numbers, COUPLED, ALIGNED, GRA
     return g
 
 
-@triton.jit
+@triton.jit(**ONE_BY_ONE)
 def size_of_gradients(
     tiles, grads, weights, partial, numbers,
     COUPLED: tl.constexpr, ALIGNED: tl.constexpr, GRAD: tl.constexpr, PARAM: tl.constexpr, BLOCK: tl.constexpr,
@@ -77,7 +77,7 @@ def _total(partial, slots, slot, n, BLOCK: tl.constexpr):
     return tl.sum(total)
 
 
-@triton.jit
+@triton.jit(**ONE_BY_ONE)
 def look_at_gradients(slots, partial, active, counts, alive, scale, n, numbers, BLOCK: tl.constexpr):
     """``alive[slot]`` is 1 if the slot has a gradient, both the gradient and its square are finite, and the learning rate is valid.
 
@@ -105,7 +105,7 @@ def _norm(x):
     return largest * tl.sqrt(tl.sum(x * x, 0))
 
 
-@triton.jit
+@triton.jit(**ONE_BY_ONE)
 def norms_of_slots(slots, partial, norms, n, BLOCK: tl.constexpr):
     """``norms[slot]``, from the norms of its tiles."""
     slot = tl.program_id(0)
@@ -137,7 +137,7 @@ def _own(u, v, correction, eps, SECOND: tl.constexpr):
     return u
 
 
-@triton.jit
+@triton.jit(**ONE_BY_ONE)
 def average(
     tiles, grads, weights, alive, scale, partial, norms, plain, filtered, corrections, n, numbers, plane,
     FILTER: tl.constexpr, LOOKS_AHEAD: tl.constexpr, SECOND: tl.constexpr, PLAIN: tl.constexpr, HALVES: tl.constexpr,
@@ -203,7 +203,7 @@ def average(
     tl.store(partial + tl.program_id(0), tl.sum(tl.where(inside, own * own, 0.0)))
 
 
-@triton.jit
+@triton.jit(**ONE_BY_ONE)
 def size_of_directions(tiles, flat, partial, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """``partial[tile] = sum P^2``."""
     row = tiles + tl.program_id(0) * TILE_WIDTH
@@ -212,7 +212,7 @@ def size_of_directions(tiles, flat, partial, ALIGNED: tl.constexpr, BLOCK: tl.co
     tl.store(partial + tl.program_id(0), tl.sum(p * p))
 
 
-@triton.jit
+@triton.jit(**ONE_BY_ONE)
 def choose(
     slots, own, partial, alive, started, back, gain, corrections, n, numbers,
     GRAFT: tl.constexpr, HALVED: tl.constexpr, RMS: tl.constexpr, LINEAR: tl.constexpr, UNIFORM: tl.constexpr,
@@ -247,7 +247,7 @@ def choose(
     tl.store(gain + slot, tl.where(tl.load(alive + slot) != 0, value, float("nan")))
 
 
-@triton.jit
+@triton.jit(**ONE_BY_ONE)
 def apply(
     tiles, weights, momenta, flat, filtered, slots, alive, gain, corrections, n, numbers,
     IN_STATE: tl.constexpr, SECOND: tl.constexpr, UNIFORM: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,

@@ -13,6 +13,14 @@ from .schema import Alignment, Tile, position
 
 LOW = tl.constexpr(2048.0)  # a number is a half plus 1/LOW of another half: 2 x 11 bits
 
+# Arguments of kernels that are read one number at a time. By default Triton compiles a kernel again for each of their alignments.
+ONE_BY_ONE = {
+    "do_not_specialize": ["n"],
+    "do_not_specialize_on_alignment": [
+        "alive", "back", "corrections", "gain", "grads", "momenta", "norms", "own", "partial", "scale", "scales", "weights",
+    ],
+}  # fmt: skip
+
 
 def columns(table, *names):
     """The positions of fields in their table, for use in kernels."""
