@@ -45,9 +45,9 @@ def by_torch(grids, tensors, momenta, p, settings, decay):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_it_moves_as_torch_does(dtype, momentum, nesterov, decay):
-    """In any layout, also where directions, parameters or momenta are not finite."""
+@pytest.mark.parametrize(("decay", "wire"), [(0.0, torch.float32), (0.1, torch.float32), (0.1, torch.bfloat16)])
+def test_it_moves_as_torch_does(dtype, momentum, nesterov, decay, wire):
+    """In any layout, by directions as they travel, also where directions, parameters or momenta are not finite."""
     torch.manual_seed(0)
     draw = random.Random(0)
     settings = settings_of(momentum=momentum, nesterov=nesterov, dampening=0.2 if momentum else 0.0)
@@ -61,7 +61,8 @@ def test_it_moves_as_torch_does(dtype, momentum, nesterov, decay):
     spoil(p, torch.nan, torch.inf, -3e38)
     for i in (1, 2):
         spoil(momenta[i], torch.nan, torch.inf)
-    expected = by_torch(grids, tensors, momenta, p, settings, decay)
+    p = p.to(wire)
+    expected = by_torch(grids, tensors, momenta, p.float(), settings, decay)
     mover = KernelCopies(coalesce(grids), p, list(tensors), into_flat=False)
     numbers = Moving(LR, decay, settings.momentum, 1 - settings.dampening, settings.nesterov)
     assert mover.move(tensors, momenta if momentum else None, numbers, None)
@@ -86,5 +87,6 @@ def test_what_it_does_not_do_is_left_to_torch():
     assert not mover.move({0: w.double()}, None, numbers, None)
     assert not mover.move({0: w}, {0: w.bfloat16()}, numbers, None)
     assert not mover.move({0: w}, {0: torch.zeros(16)[::2]}, numbers, None)
-    assert not KernelCopies(grids, p.bfloat16(), [0], into_flat=False).move({0: w}, None, numbers, None)
+    for other in (p.to(torch.int8), p.double()):
+        assert not KernelCopies(grids, other, [0], into_flat=False).move({0: w}, None, numbers, None)
     assert w.eq(0).all()

@@ -103,11 +103,11 @@ def launches(n, wire):
 
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 def test_copies_do_not_grow_with_pieces(wire, pool):
-    """Phase 1: gradients into a flat buffer, and into messages. 2: those that arrive into stacks, directions into messages, with
+    """Phase 1: gradients into messages. 2: those that arrive into stacks, directions into messages, with
     their scales. 3: directions with scales into a flat buffer, from where they move parameters and momenta. Without scales,
     they are used where they arrive."""
     scales = wire == "int8"
     for n in (2, 4):
         for counts, blocks in pool.run(launches, n, wire):
             assert blocks == 2 * n
-            assert counts == {"send": 2, "compute": 2 + scales, "apply": 1 + 2 * scales}
+            assert counts == {"send": 1, "compute": 2 + scales, "apply": 1 + 2 * scales}

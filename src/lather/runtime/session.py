@@ -17,7 +17,7 @@ from ..planning.plan import Plan, make_plan
 from ..settings import Settings, resolve
 from ..storage import averaging
 from ..storage.step import Step
-from ..storage.tensors import is_regular, is_stored, layout_of
+from ..storage.tensors import is_regular, is_stored, layout_of, local
 from ..storage.update import number, rate_of
 from . import checkpoint
 from .agreement import Agreement, Intent
@@ -162,14 +162,15 @@ class Session:
         return self.run
 
     def _look(self, groups: Groups, world: Ranks) -> Any:
-        """A cheap test for a step: if this has not changed, neither has :meth:`_sign`. None for DTensors, whose parts may move."""
-        if self._signature is None or any(self.run.sharded):
+        """A cheap test for a step: if this has not changed, neither has :meth:`_sign`, and no part of a parameter has moved."""
+        if self._signature is None:
             return None
         params = [p for group in groups for p in group["params"]]
+        parts = list(map(local, params)) if any(self.run.sharded) else params
         dtypes = [None if grad is None else grad.dtype for grad in map(attrgetter("grad"), params)]
-        looks = (id, Tensor.data_ptr, Tensor.stride, attrgetter("requires_grad"))
-        options = [settings.signature for settings in self.settings]
-        return [list(map(look, params)) for look in looks], dtypes, options, world
+        looks = [*map(id, params)], [*map(attrgetter("requires_grad"), params)]
+        looks += [*map(Tensor.data_ptr, parts)], [*map(Tensor.stride, parts)]
+        return looks, dtypes, [settings.signature for settings in self.settings], world
 
     def _sign(self, trainable: Iterable[Item], world: Ranks) -> Any:
         """Everything that plan, banks and state depend on."""

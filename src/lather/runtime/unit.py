@@ -49,7 +49,7 @@ class Round:
     ordered: FlatBuffer  # what has to be put in order before it is sent
     swap: Collective | None
     gather: Collective | None
-    receives: tuple[Pieces, ...]  # the parameters that arriving directions move
+    receives: tuple[Pieces, ...]  # what is moved by the directions that arrive
 
     def start(self) -> None:
         self.ordered.load()
@@ -90,6 +90,7 @@ class Unit:
     writes: Mapping[SliceId, Pieces]  # the parameters that they move
     # If directions travel:
     outbound: tuple[Round, ...]
+    moved: tuple[int, ...]  # the parameters that arriving directions move
     departures: Mapping[SliceId, Departures]  # the messages to holders, of every executor
 
     def send(self, step: Step | None) -> None:
@@ -122,7 +123,9 @@ class Unit:
                 after.start()
             if step is not None:
                 for pieces in this.receives:
-                    pieces.write(pieces.directions(), step)
+                    pieces.receive(step)
+        if step is not None:  # kernels write behind autograd's back
+            torch.autograd.graph.increment_version([step.stored.params[i] for i in self.moved])
 
     def settle(self) -> None:
         """Finish what a step that raised has left over."""

@@ -183,7 +183,9 @@ class UnitPlan:
     def scratch(self) -> Iterator[tuple[ScratchKey, int]]:
         """What the unit needs of the memory that all units share."""
         yield self.message_key, self.message_bytes
-        for span in (*self.sends, *self.reads.values()):
+        for span in self.sends:
+            yield from ((key, span.numel) for key in self._sending(span).values())
+        for span in self.reads.values():
             yield from ((key, span.numel) for key in self._reading(span).values())
         for span in (*(span for some in self.receives for span in some), *self.writes.values()):
             yield from ((key, span.numel) for key in self._writing(span).values())
@@ -195,6 +197,11 @@ class UnitPlan:
                 yield (role, key.device, dtype), numel
             if self.inbound:
                 yield self._stack_key(key), sum(part.flat_numel for part in parts)
+
+    def _sending(self, span: Span) -> dict[str, ScratchKey]:
+        """The buffers through which gradients go into messages: none, if they travel as they are."""
+        settings = self.plan.settings[span.group]
+        return self._reading(span) if settings.maximize or settings.decay_mode == "l2" else {}
 
     def _reading(self, span: Span) -> dict[str, ScratchKey]:
         """The buffers that gradients are read into. Coupled decay needs the parameters too."""
@@ -230,7 +237,7 @@ class UnitPlan:
             team=self.transport.team,
             executors=tuple(self._executors(mine, scratch)),
             messages=messages,
-            sends=tuple(Pieces(span, self._reading(span), scratch, there) for span in self.sends),
+            sends=tuple(Pieces(span, self._sending(span), scratch, there) for span in self.sends),
             reads={part: Pieces(span, self._reading(span), scratch, None) for part, span in self.reads.items()},
             looks={} if self.inbound else {part.id: self._look(part) for part in self._slices()},
             stacks=stacks,
@@ -239,6 +246,7 @@ class UnitPlan:
             writes={part: Pieces(span, self._writing(span), scratch, None) for part, span in self.writes.items()},
             inbound=_swap(self.inbound, there, comm) if self.inbound else None,
             outbound=tuple(self._rounds(scratch, back, comm, sharers)),
+            moved=tuple({grid.key for some in self.receives for span in some for grid in span.grids}),
         )
 
     def _arrivals(self, messages: Tensor, stacks: Mapping[SliceId, Tensor]) -> Iterator[tuple[SliceId, FlatBuffer]]:
@@ -309,13 +317,13 @@ def _swap(trip: Trip, messages: Tensor, comm: Comm) -> Collective:
     out, into = ([n * size for n in splits] for splits in trip.swap)  # in bytes
     sent = _bytes(messages, trip.swapped_from, sum(trip.swap[0]))
     received = _bytes(messages, trip.swapped_to, sum(trip.swap[1]))
-    return Collective(comm, partial(comm.exchange, received, sent, into, out))
+    return Collective(partial(comm.exchange, received, sent, into, out))
 
 
 def _gather(trip: Trip, messages: Tensor, sharers: Comm) -> Collective:
     sent = _bytes(messages, trip.gathered_from, trip.part)
     received = _bytes(messages, trip.received.start, len(sharers.ranks) * trip.part)
-    return Collective(sharers, partial(sharers.gather, received, sent))
+    return Collective(partial(sharers.gather, received, sent))
 
 
 def _bytes(messages: Tensor, start: int, numel: int) -> Tensor:

@@ -69,7 +69,7 @@ def local(tensor: Tensor) -> Tensor:
     """The part that this rank stores. Waits for a collective that has yet to bring it."""
     if not is_dtensor(tensor):
         return tensor
-    part = cast(Any, tensor).to_local()
+    part = cast(Any, tensor)._local_tensor  # to_local() makes a view of it, which takes as long as all else that a step asks of it
     return cast(Tensor, part.wait() if hasattr(part, "wait") else part)
 
 
