@@ -12,6 +12,7 @@ from torch import Tensor
 from ..linalg import per_slot
 from ..planning.messages import SCALED
 
+
 def encode(p: Tensor, wire: str) -> tuple[Tensor, Tensor | None]:
     """Directions ``[n, ...]`` as they travel and, for 8 bits, the scale of every slot ``[n]``. NaN stays NaN."""
     if wire == SCALED:

@@ -57,7 +57,7 @@ class Run:
 
     def refuse_sparse(self) -> None:
         for i, p in enumerate(self.params):
-            if p.grad is not None and p.grad.layout is not torch.strided:
+            if (grad := p.grad) is not None and grad.layout is not torch.strided:
                 raise RuntimeError(
                     f"parameter {self.name_of(i)} has a sparse gradient; use a dense one (sparse=False in nn.Embedding), or "
                     "train this parameter with torch.optim.SparseAdam"
@@ -70,7 +70,7 @@ class Run:
             grad = p.grad
             if grad is None:
                 continue
-            grads[i] = local_gradient(grad, p, self.name_of(i)) if self.sharded[i] else grad
+            grads[i] = local_gradient(grad, p, self.plan.specs[i].name) if self.sharded[i] else grad
         return grads
 
     def begin(self, grads: Mapping[int, Tensor], settings: Sequence[Settings], rates: Sequence[Rate], groups: Groups) -> Step:

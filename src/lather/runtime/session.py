@@ -168,9 +168,9 @@ class Session:
         params = [p for group in groups for p in group["params"]]
         parts = list(map(local, params)) if any(self.run.sharded) else params
         dtypes = [None if grad is None else grad.dtype for grad in map(attrgetter("grad"), params)]
-        looks = [*map(id, params)], [*map(attrgetter("requires_grad"), params)]
-        looks += [*map(Tensor.data_ptr, parts)], [*map(Tensor.stride, parts)]
-        return looks, dtypes, [settings.signature for settings in self.settings], world
+        looks = list(map(id, params)), list(map(attrgetter("requires_grad"), params))
+        places = list(map(Tensor.data_ptr, parts)), list(map(Tensor.stride, parts))
+        return looks, places, dtypes, [settings.signature for settings in self.settings], world
 
     def _sign(self, trainable: Iterable[Item], world: Ranks) -> Any:
         """Everything that plan, banks and state depend on."""

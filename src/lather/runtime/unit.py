@@ -36,7 +36,7 @@ class Look:
     keys: Mapping[str, ScratchKey]
 
     def read(self, step: Step, device: torch.device) -> Tensor:
-        scratch = Scratch({self.span.device: device})
+        scratch = Scratch({self.span.key.device: device})
         for key in self.keys.values():
             scratch.reserve(key, self.span.numel)
         return Pieces(self.span, self.keys, scratch, None).read(step)
@@ -181,7 +181,8 @@ class Unit:
 def _scope(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:
     """Makes the device current, because kernels are launched there, turns autocast off, and sets the precision of products."""
     scope = ExitStack()
-    scope.enter_context(torch.autocast(device.type, enabled=False))
+    if torch.is_autocast_enabled(device.type):
+        scope.enter_context(torch.autocast(device.type, enabled=False))
     if device.type == "cuda":
         scope.enter_context(torch.cuda.device(device))
     if precision is not None:

@@ -1,10 +1,10 @@
 """Flat buffers: pieces of parameters and gradients, laid end to end, so that one operation works on all of them."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from .step import Number, Step
 from .update import prepare_gradient, update_
 
 ScratchKey = tuple[str, str, torch.dtype]  # role, device as the plan names it, dtype
-LARGEST = 1 << 24  # elements of a span, unless one piece has more
+LARGEST = 1 << 24  # elements of a span that needs buffers, unless one piece has more
 
 
 @final
@@ -49,13 +49,19 @@ class Scratch:
         return self._flat[key][start : start + math.prod(shape)].view(*shape)
 
 
+class SpanKey(NamedTuple):
+    """What the parameters of a span have in common."""
+
+    group: int
+    device: str
+    dtype: str
+
+
 @dataclass
 class Span:
     """Where pieces of parameters of one param group and dtype lie in a flat buffer, and in a buffer of messages."""
 
-    group: int
-    device: str
-    dtype: str  # of the parameters
+    key: SpanKey
     numel: int = 0
     grids: list[Grid] = field(default_factory=list)
     travelling: list[Grid] = field(default_factory=list)  # the same, in the buffer of messages
@@ -81,17 +87,18 @@ def _extend(parts: list[tuple[int, int, int]], here: int, there: int, size: int)
         parts.append((here, there, size))
 
 
-def spans(plan: Plan, me: int, items: Iterable[Item]) -> list[Span]:
-    """The pieces of a buffer of messages that this place stores, by param group and dtype."""
+def spans(plan: Plan, me: int, items: Iterable[Item], buffers: Callable[[SpanKey], Collection[Any]]) -> list[Span]:
+    """The pieces of a buffer of messages that this place stores, by param group and dtype. ``buffers`` are those that a span
+    needs. If it needs none, it may have any size."""
     done: list[Span] = []
-    open_: dict[tuple[int, str, str], Span] = {}
+    open_: dict[SpanKey, Span] = {}
     for item in items:
         param, region = plan.blocks[item.move.block].param, item.move.region
         spec = plan.specs[param]
-        key = spec.group, spec.device, spec.dtype
-        if key in open_ and open_[key].numel + region.numel > LARGEST:
+        key = SpanKey(spec.group, spec.device, spec.dtype)
+        if key in open_ and open_[key].numel + region.numel > LARGEST and buffers(key):
             done.append(open_.pop(key))
-        open_.setdefault(key, Span(*key)).add(param, plan.local(param, region, me), item)
+        open_.setdefault(key, Span(key)).add(param, plan.local(param, region, me), item)
     return [*done, *open_.values()]
 
 
@@ -167,7 +174,7 @@ class Pieces:
     """A span with its buffers: gradients are read into it, parameters are moved in it."""
 
     def __init__(self, span: Span, keys: Mapping[str, ScratchKey], scratch: Scratch, messages: Tensor | None) -> None:
-        self.group = span.group
+        self.group = span.key.group
         self.members = tuple(dict.fromkeys(grid.key for grid in span.grids))
         self._keys, self._scratch, self._messages, self._span = keys, scratch, messages, span
 
@@ -269,7 +276,7 @@ class Pieces:
             update_(flat, p, other, settings, rate)
         else:
             assert other is not None
-            y = averaging.unrounded_(exact.bind(step.stored.exact), flat, getattr(torch, self._span.dtype)) if exact else flat
+            y = averaging.unrounded_(exact.bind(step.stored.exact), flat, getattr(torch, self._span.key.dtype)) if exact else flat
             averaging.average_(y, other, p, settings, rate, self._share(step.shares))
             if exact:
                 flat.copy_(y)
@@ -294,6 +301,6 @@ class Pieces:
     @cached_property
     def _elements(self) -> tuple[Tensor, Tensor]:
         """For every piece, its parameter's position among the members, and its number of elements."""
-        like, grids = torch.empty(0, device=self._scratch.devices[self._span.device]), self._span.grids
+        like, grids = torch.empty(0, device=self._scratch.devices[self._span.key.device]), self._span.grids
         positions, lengths = [self.members.index(grid.key) for grid in grids], [grid.numel for grid in grids]
         return from_host(positions, like, torch.int64), from_host(lengths, like, torch.int64)

@@ -57,7 +57,7 @@ class Side(NamedTuple):
 class Launch(NamedTuple):
     """Boxes that are copied together, because their rows are made of vectors of the same number of elements."""
 
-    count: int  # of tiles
+    num_tiles: int
     tiles: Tensor  # the box of every tile
     boxes: Tensor  # rows of CopyBox
     vector: int
@@ -96,10 +96,10 @@ class KernelCopies:
         are located there is none at all."""
         if not self._find(given, only):
             return False
-        to, source = (self._flat.dtype, self._dtype) if self._into_flat else (self._dtype, self._flat.dtype)
-        self._launch("copy", TO=to, FROM=source)
+        self._launch("copy")
         if not self._into_flat:  # kernels write behind autograd's back
-            torch.autograd.graph.increment_version([given[key] for key, fact in zip(self._keys, self._facts[0], strict=True) if fact])
+            there = zip(self._keys, self._facts[0], strict=True)
+            torch.autograd.graph.increment_version([given[key] for key, fact in there if fact])
         return True
 
     def move(self, given: Mapping[Any, Tensor], momenta: Mapping[Any, Tensor] | None, numbers: Moving, only: Any = None) -> bool:
@@ -107,8 +107,7 @@ class KernelCopies:
         ``only``: see :meth:`run`. The caller tells autograd."""
         if not (self._flat.is_floating_point() and self._find(given, only, momenta)):
             return False
-        fixed = {"TO": self._dtype, "FROM": self._flat.dtype, "MOMENTUM": momenta is not None, "NESTEROV": numbers.nesterov}
-        self._launch("move", self._momenta[1], *numbers[:4], **fixed)
+        self._launch("move", self._momenta[1], *numbers[:4], MOMENTUM=momenta is not None, NESTEROV=numbers.nesterov)
         return True
 
     def _find(self, given: Mapping[Any, Tensor], only: Collection[Any] | None, momenta: Mapping[Any, Tensor] | None = None) -> bool:
@@ -148,10 +147,11 @@ class KernelCopies:
 
     def _launch(self, kernel: str, *arguments: Any, **fixed: Any) -> None:
         kernels, types = _triton()
-        fixed = {name: types.get(x, x) for name, x in fixed.items()}
+        own, other = types[self._flat.dtype], types[self._dtype]
+        fixed["TO"], fixed["FROM"] = (own, other) if self._into_flat else (other, own)
         with torch.cuda.device_of(self._flat):  # type: ignore[no-untyped-call]
-            for count, tiles, boxes, vector in self._launches:
-                launch = getattr(kernels, kernel)[count,]
+            for num_tiles, tiles, boxes, vector in self._launches:
+                launch = getattr(kernels, kernel)[num_tiles,]
                 launch(tiles, boxes, self._addresses[1], *arguments, VECTOR=vector, BLOCK=BLOCK, num_warps=8, **fixed)
 
     def _make_launches(self) -> list[Launch]:
