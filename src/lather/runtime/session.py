@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, final
 
@@ -73,7 +74,7 @@ class Session:
         if (not grads and not self._agreement.peers.comms) or self._is_probe(grads, groups):
             return None
         if self._agreement.peers.comms:
-            self._agreement.compare_values(run, self.world())
+            self._agreement.compare_values(run, self.world)
         refuse_averages(groups)
         if self._agreement.strict:
             refuse_nonfinite(grads, run, self.settings, self._agreement.peers)
@@ -123,8 +124,8 @@ class Session:
             error = e
         if error is None and self._agreed and not self._agreement.peers.comms:
             return True
-        recorded, world = self.armed is not None, (self.world(), all_ranks(None), self.process_group)
-        intent = Intent(self.run, groups, self.settings, *world, recorded, error)
+        recorded, worlds = self.armed is not None, (self.world, partial(all_ranks, None), self.process_group)
+        intent = Intent(self.run, groups, self.settings, *worlds, recorded, error)
         self._agreed = self._agreement.reach(intent)
         return self._agreed
 
