@@ -24,7 +24,7 @@ SCALED = "int8"
 SCALE = 4  # bytes of a block's scale in a message of 8-bit numbers
 ALIGNMENT = 16  # bytes
 ROUND = 32 << 20  # bytes that a place receives in an all-gather; if all is at most twice as much, it is not cut
-ROUNDS = 256  # with more of them than this, rounds are larger: the host has work to do for each
+ROUNDS = 512  # with more of them than this, rounds are larger: the host has work to do for each
 WORTH = 0.9  # two hops are taken instead of an all-gather if they move less than this fraction of its bytes
 
 
