@@ -110,7 +110,7 @@ def launches(n, wire):
     return dict(counts), blocks
 
 
-@pytest.mark.parametrize("wire", ["float32", "int8"])
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
 def test_copies_do_not_grow_with_pieces(wire, pool):
     """Phase 1: gradients into messages. They have moved, so the device is told where they are. 2: those that arrive into stacks,
     directions into messages, with their scales. 3: directions with scales into a flat buffer, from where they move parameters and
@@ -119,5 +119,5 @@ def test_copies_do_not_grow_with_pieces(wire, pool):
     for n in (2, 4):
         for counts, blocks in pool.run(launches, n, wire):
             assert blocks == 2 * n
-            assert counts.pop("compute, addresses", 0) <= 2 * scales  # numbers of 8 bits and their scales are made in every step
+            assert counts.pop("compute, addresses", 0) <= (wire != "float32") + scales  # what is rounded is made in every step
             assert counts == {"send": 1, "send, addresses": 1, "compute": 2 + scales, "apply": 1 + 2 * scales}
