@@ -167,7 +167,7 @@ def test_the_core_imports_only_torch(path):
     elif name == "compute/kernel_executor.py":
         assert others == {("triton", "def _type")}
     elif name == "storage/copies.py":
-        assert others == {("triton", "def _launch")}
+        assert others == {("triton", "def _triton")}
     elif name == "integrations/transformers.py":
         assert others == {("transformers", "")}
     elif name == "integrations/lightning.py":

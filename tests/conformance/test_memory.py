@@ -190,5 +190,8 @@ def test_buffers_of_kernels_are_planned() -> None:
     assert plain.scratch_bytes == 4 * numel + 2 * 2 * (numel + SIDE * 64)
     assert one.scratch_bytes == plain.scratch_bytes + 4 * numel
     two = lather.plan({"w": (64, 64)}, device="cuda", ranks=2)
-    written = 4 * numel + 4 * numel  # parameters and directions, where they are stored
-    assert two.scratch_bytes == one.scratch_bytes + written
+    assert two.scratch_bytes == one.scratch_bytes  # directions move the parameters from where they arrive
+    scaled = lather.plan({"w": (64, 64)}, device="cuda", ranks=2, communication_dtype="int8")
+    assert scaled.scratch_bytes == two.scratch_bytes + 4 * numel  # or from where they are multiplied by their scales
+    averaged = lather.plan({"w": (64, 64)}, device="cuda", ranks=2, averaging="gpa")
+    assert averaged.scratch_bytes == two.scratch_bytes + 3 * 4 * numel  # torch needs directions, parameters and averages in a row

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import lather
 from lather import roots
 from lather.runtime.exchange import Collective
+from lather.runtime.run import Run as LatherRun
 
 from . import cases
 from .cases import BASE, Case, Options, Run, Stored, fsdp, local, mesh_of, noise, train
@@ -113,6 +114,19 @@ def other_gradients(kind: str) -> Stored:
         return DTensor.from_local(share, mesh, [Partial()], run_check=False)
 
     return stored_few(train_few(spread(mesh, Shard(0)), grad))
+
+
+def moving_shards(moves: bool) -> tuple[Stored, int]:
+    """Shards that are elsewhere in later steps, as where FSDP2 puts others in their place; also how often they were looked up."""
+    make, calls = spread(mesh_of(dist.get_world_size()), Shard(0)), itertools.count()
+
+    def grad(p: Tensor, x: Tensor) -> Tensor:
+        if moves and next(calls) % 3 == 2:
+            p._local_tensor = p._local_tensor.clone()
+        return make(None, x)
+
+    with mock.patch.object(LatherRun, "storage_changed", autospec=True, side_effect=LatherRun.storage_changed) as looked:
+        return stored_few(train_few(make, grad)), looked.call_count
 
 
 def transposed(x: Tensor) -> Tensor:

@@ -59,6 +59,13 @@ def test_gradients_that_lie_otherwise(kind: str, pools: Pools) -> None:
     check_few(pools[2].run(edges.other_gradients, kind))
 
 
+@pytest.mark.parametrize("moves", [False, True])
+def test_shards_that_move_are_noticed_and_others_are_not_looked_up_again(moves: bool, pools: Pools) -> None:
+    stored, looked = zip(*pools[2].run(edges.moving_shards, moves), strict=True)
+    check_few(list(stored))
+    assert all((count > 2) == moves for count in looked)  # when the run is built, and after its first step
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_odd_strides(sharded: bool, pools: Pools) -> None:
     check_few(pools[2].run(edges.odd_strides, sharded))

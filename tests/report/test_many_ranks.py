@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 
 import lather
+from lather.planning import messages
 from lather.planning.blocks import Region
 from lather.planning.plan import mean_flops
 from lather.report import models
@@ -69,6 +70,16 @@ def test_work_of_a_rank_is_a_share_of_the_whole(model, shard, ranks):
             work[plan.owners[number]] += flops
     assert sum(1 for block in plan.blocks if block.modes) > 10 * ranks
     assert 0 < max(work) < 1.1 * sum(work) / ranks
+
+
+@pytest.mark.parametrize(("shard", "most"), [("ddp", 4 * 8.03e9 / messages.ROUNDS), ("hsdp=8", messages.ROUND)])
+def test_rounds_are_few_and_of_bounded_size(shard, most):
+    """The host has work to do for each of them, and buffers are as large as the largest."""
+    plan, _ = on_paper(models.load("llama-8b"), "cuda", None, 64, shard, None, None, "Shampoo", {})
+    trips = [trip for transport in plan.transports for trip in messages.outbound_trips(plan, transport, 0)]
+    sizes = [trip.received.nbytes for trip in trips]
+    assert len(sizes) <= 1.5 * messages.ROUNDS
+    assert 0.6 * most < max(sizes) <= 1.01 * most
 
 
 def test_local_blocks_bring_no_gradients():

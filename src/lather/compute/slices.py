@@ -37,6 +37,11 @@ def suits(device: str, dtype: str, settings: Settings) -> bool:
     return single and has_kernels(torch.device(device))
 
 
+def moves_in_place(device: str, dtype: str, settings: Settings) -> bool:
+    """Whether a kernel moves such parameters by directions that have arrived. Otherwise torch does, in buffers."""
+    return suits(device, dtype, settings) and settings.averaging is None and not settings.rate_on_device
+
+
 # Where blocks lie in tensors.
 
 

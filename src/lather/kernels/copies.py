@@ -93,16 +93,18 @@ def copy(tiles, boxes, addresses, TO: tl.constexpr, FROM: tl.constexpr, VECTOR: 
 @triton.jit
 def move(
     tiles, boxes, addresses, momenta, lr, decay, keep, take,
-    TO: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    TO: tl.constexpr, FROM: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`copy`, of directions in float32 that move the parameters, which are the targets, and their ``momenta``."""
+    """As :func:`copy`, of directions that move the parameters, which are the targets, and their ``momenta``."""
     box = _box_of(tiles, boxes)
     number = tl.load(box + TARGET)
     target, source = tl.load(addresses + number), tl.load(addresses + tl.load(box + SOURCE))
     there, here, inside = _tile_of(box, VECTOR, BLOCK)
     inside = inside & (target != 0)
     to = _pointers(target, TO, there, VECTOR)
-    p, w = tl.load(_pointers(source, tl.float32, here, VECTOR), inside, 0.0), tl.load(to, inside, 0.0).to(tl.float32)
+    p = tl.load(_pointers(source, FROM, here, VECTOR), inside, 0.0).to(tl.float32)
+    w = tl.load(to, inside, 0.0).to(tl.float32)
     old = w
     if MOMENTUM:
         memory = _pointers(tl.load(momenta + number), tl.float32, there, VECTOR)

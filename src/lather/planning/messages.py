@@ -11,6 +11,7 @@ alone does it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ SCALED = "int8"
 SCALE = 4  # bytes of a block's scale in a message of 8-bit numbers
 ALIGNMENT = 16  # bytes
 ROUND = 32 << 20  # bytes that a place receives in an all-gather; if all is at most twice as much, it is not cut
+ROUNDS = 512  # with more of them than this, rounds are larger: the host has work to do for each
 WORTH = 0.9  # two hops are taken instead of an all-gather if they move less than this fraction of its bytes
 
 
@@ -200,12 +202,15 @@ def outbound_trips(plan: Plan, transport: Transport, me: int) -> list[Trip]:
 def rounds(plan: Plan, transport: Transport) -> list[list[int]]:
     """Blocks whose directions are gathered together, in the order of owners.
 
-    A place receives about ``ROUND`` bytes in a round. Rounds take the first blocks of all owners, then the second, and so on, so
-    that owners have equally much to send. If the blocks of a turn do not fit, a round takes those of some owners, evenly spread.
+    A place receives about ``ROUND`` bytes in a round, or one part in ``ROUNDS`` of what it stores if that is more. Rounds take the
+    first blocks of all owners, then the second, and so on, so that owners have equally much to send. If the blocks of a turn do
+    not fit, a round takes those of some owners, evenly spread.
     """
     owned = [list(plan.sequence(transport, owner)) for owner in range(len(plan.teams[transport.team]))]
     turns = [[number for number in turn if number is not None] for turn in zip_longest(*owned)]
-    most = ROUND // SIZES[str(transport.outbound)]
+    specs = (spec for spec in plan.specs if spec.team == transport.team)
+    stored = sum(math.prod(spec.shape) * spec.layout.copies // spec.layout.places for spec in specs)
+    most = max(ROUND // SIZES[str(transport.outbound)], stored // ROUNDS)
     if _most(plan, [number for turn in turns for number in turn]) <= 2 * most:
         return [[number for numbers in owned for number in numbers]]
     found: list[list[int]] = [[]]

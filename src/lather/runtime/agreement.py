@@ -1,6 +1,6 @@
 """What ranks must agree on before they exchange anything, and how they stop together if they do not."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, final
@@ -40,8 +40,8 @@ class Intent:
     run: Run
     groups: Groups
     settings: Sequence[Settings]
-    world: Ranks  # the process group
-    everyone: Ranks
+    world: Callable[[], Ranks]  # the process group; a list of thousands of ranks is not made in every step
+    everyone: Callable[[], Ranks]
     process_group: Any
     recorded: bool  # whether the step is
     error: Exception | None
@@ -107,7 +107,7 @@ class Agreement:
         if not self._vote(intent, due, together=due or self.strict):
             return False
         if error is not None or run.plan is not self._plan:
-            peers = find_peers(intent.groups, intent.world, intent.everyone, intent.process_group)
+            peers = find_peers(intent.groups, intent.world(), intent.everyone(), intent.process_group)
             if [comm.ranks for comm in peers.comms] != [comm.ranks for comm in self.peers.comms]:
                 self.peers, self._claimed = peers, None
                 self._vote(intent, due, together=True)
@@ -149,7 +149,7 @@ class Agreement:
             self._claims, self._claimed = [Claim([], [], failed, {}) for _ in self.peers.comms], None
             return
         if self._claimed is not run.plan:
-            self._claims = [make_claim(run, intent.world, comm.ranks, self._given) for comm in self.peers.comms]
+            self._claims = [make_claim(run, intent.world(), comm.ranks, self._given) for comm in self.peers.comms]
             self._claimed = run.plan
         thorough = self._given["check_ranks"] is True
         for claim in self._claims:
@@ -182,14 +182,14 @@ class Agreement:
         if problem is not None:
             raise ValueError(problem) from cause
 
-    def compare_values(self, run: Run, world: Ranks) -> None:
+    def compare_values(self, run: Run, world: Callable[[], Ranks]) -> None:
         """If that is due, compare parameters between the ranks that hold the same part of them. The host waits for the device."""
         if not self._due:
             return
-        problem = None
+        problem, every = None, world()
         found: dict[Any, list[Ranks]] = {}  # sets of ranks that hold the same part, by layout
         for comm, claim in zip(self.peers.comms, self._claims, strict=True):
-            layouts = {i: layout_of(run.params[i], world) for i in claim.members}
+            layouts = {i: layout_of(run.params[i], every) for i in claim.members}
             found |= {layout: replicas(*layout) for layout in set(layouts.values()) - found.keys()}
             shared = [i for i in claim.members if found[layouts[i]]]
             facts: dict[Ranks, Facts] = {ranks: {} for i in shared for ranks in found[layouts[i]]}

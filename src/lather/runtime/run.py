@@ -15,6 +15,7 @@ from ..planning.plan import Plan, make_plan
 from ..settings import Settings
 from ..storage import averaging
 from ..storage.averaging import Averages, Groups, Views
+from ..storage.copies import Located
 from ..storage.step import Rate, Step, Stored
 from ..storage.tensors import groups_of, is_dtensor, layout_of, local, local_gradient
 from . import checkpoint
@@ -56,20 +57,20 @@ class Run:
 
     def refuse_sparse(self) -> None:
         for i, p in enumerate(self.params):
-            if p.grad is not None and p.grad.layout is not torch.strided:
+            if (grad := p.grad) is not None and grad.layout is not torch.strided:
                 raise RuntimeError(
                     f"parameter {self.name_of(i)} has a sparse gradient; use a dense one (sparse=False in nn.Embedding), or "
                     "train this parameter with torch.optim.SparseAdam"
                 )
 
-    def gradients(self) -> dict[int, Tensor]:
+    def gradients(self) -> Located:
         """This rank's part of every gradient, by parameter."""
-        grads = {}
+        grads = Located()
         for i, p in enumerate(self.params):
             grad = p.grad
             if grad is None:
                 continue
-            grads[i] = local_gradient(grad, p, self.name_of(i)) if self.sharded[i] else grad
+            grads[i] = local_gradient(grad, p, self.plan.specs[i].name) if self.sharded[i] else grad
         return grads
 
     def begin(self, grads: Mapping[int, Tensor], settings: Sequence[Settings], rates: Sequence[Rate], groups: Groups) -> Step:
@@ -78,10 +79,12 @@ class Run:
             for unit in self.units:
                 unit.settle()
         self._is_underway = True
+        self.connect()
         counts = [t + (i in grads) for i, t in enumerate(self.steps)]
         if self._stored is None:
             params, self._masters = {i: local(p) for i, p in enumerate(self.params)}, self._local("master")
-            self._stored = Stored(params | self._masters, self._local("momentum", "z", "x"), self._local("y"))
+            kept, exact = self._local("momentum", "z", "x"), self._local("y")
+            self._stored = Stored(Located(params | self._masters), Located(kept), Located(exact))
         for i, master in self._masters.items():
             averaging.unrounded_(master, local(self.params[i]), self.params[i].dtype)
         shares = self.averages.shares(counts, grads, settings, groups) if self.averages.members else {}
@@ -125,7 +128,7 @@ class Run:
             bank.background.finish()
 
     def connect(self) -> None:
-        """Make missing process groups, in an order that all ranks share."""
+        """Make missing process groups, in an order that all ranks share. Refuse those that were destroyed."""
         for comm in sorted((*self.comms.values(), *self.sharers.values()), key=attrgetter("order")):
             comm.check_alive()
 

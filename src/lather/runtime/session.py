@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, final
 
@@ -17,7 +18,7 @@ from ..planning.plan import Plan, make_plan
 from ..settings import Settings, resolve
 from ..storage import averaging
 from ..storage.step import Step
-from ..storage.tensors import is_regular, is_stored, layout_of
+from ..storage.tensors import is_regular, is_stored, layout_of, local
 from ..storage.update import number, rate_of
 from . import checkpoint
 from .agreement import Agreement, Intent
@@ -73,7 +74,7 @@ class Session:
         if (not grads and not self._agreement.peers.comms) or self._is_probe(grads, groups):
             return None
         if self._agreement.peers.comms:
-            self._agreement.compare_values(run, self.world())
+            self._agreement.compare_values(run, self.world)
         refuse_averages(groups)
         if self._agreement.strict:
             refuse_nonfinite(grads, run, self.settings, self._agreement.peers)
@@ -123,8 +124,8 @@ class Session:
             error = e
         if error is None and self._agreed and not self._agreement.peers.comms:
             return True
-        recorded, world = self.armed is not None, (self.world(), all_ranks(None), self.process_group)
-        intent = Intent(self.run, groups, self.settings, *world, recorded, error)
+        recorded, worlds = self.armed is not None, (self.world, partial(all_ranks, None), self.process_group)
+        intent = Intent(self.run, groups, self.settings, *worlds, recorded, error)
         self._agreed = self._agreement.reach(intent)
         return self._agreed
 
@@ -162,14 +163,15 @@ class Session:
         return self.run
 
     def _look(self, groups: Groups, world: Ranks) -> Any:
-        """A cheap test for a step: if this has not changed, neither has :meth:`_sign`. None for DTensors, whose parts may move."""
-        if self._signature is None or any(self.run.sharded):
+        """A cheap test for a step: if this has not changed, neither has :meth:`_sign`, and no part of a parameter has moved."""
+        if self._signature is None:
             return None
         params = [p for group in groups for p in group["params"]]
+        parts = list(map(local, params)) if any(self.run.sharded) else params
         dtypes = [None if grad is None else grad.dtype for grad in map(attrgetter("grad"), params)]
-        looks = (id, Tensor.data_ptr, Tensor.stride, attrgetter("requires_grad"))
-        options = [settings.signature for settings in self.settings]
-        return [list(map(look, params)) for look in looks], dtypes, options, world
+        looks = list(map(id, params)), list(map(attrgetter("requires_grad"), params))
+        places = list(map(Tensor.data_ptr, parts)), list(map(Tensor.stride, parts))
+        return looks, places, dtypes, [settings.signature for settings in self.settings], world
 
     def _sign(self, trainable: Iterable[Item], world: Ranks) -> Any:
         """Everything that plan, banks and state depend on."""

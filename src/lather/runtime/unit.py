@@ -36,7 +36,7 @@ class Look:
     keys: Mapping[str, ScratchKey]
 
     def read(self, step: Step, device: torch.device) -> Tensor:
-        scratch = Scratch({self.span.device: device})
+        scratch = Scratch({self.span.key.device: device})
         for key in self.keys.values():
             scratch.reserve(key, self.span.numel)
         return Pieces(self.span, self.keys, scratch, None).read(step)
@@ -49,7 +49,7 @@ class Round:
     ordered: FlatBuffer  # what has to be put in order before it is sent
     swap: Collective | None
     gather: Collective | None
-    receives: tuple[Pieces, ...]  # the parameters that arriving directions move
+    receives: tuple[Pieces, ...]  # what is moved by the directions that arrive
 
     def start(self) -> None:
         self.ordered.load()
@@ -90,6 +90,7 @@ class Unit:
     writes: Mapping[SliceId, Pieces]  # the parameters that they move
     # If directions travel:
     outbound: tuple[Round, ...]
+    moved: tuple[int, ...]  # the parameters that arriving directions move
     departures: Mapping[SliceId, Departures]  # the messages to holders, of every executor
 
     def send(self, step: Step | None) -> None:
@@ -122,7 +123,9 @@ class Unit:
                 after.start()
             if step is not None:
                 for pieces in this.receives:
-                    pieces.write(pieces.directions(), step)
+                    pieces.receive(step)
+        if step is not None:  # kernels write behind autograd's back
+            torch.autograd.graph.increment_version([step.stored.params[i] for i in self.moved])
 
     def settle(self) -> None:
         """Finish what a step that raised has left over."""
@@ -178,7 +181,8 @@ class Unit:
 def _scope(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:
     """Makes the device current, because kernels are launched there, turns autocast off, and sets the precision of products."""
     scope = ExitStack()
-    scope.enter_context(torch.autocast(device.type, enabled=False))
+    if torch.is_autocast_enabled(device.type):
+        scope.enter_context(torch.autocast(device.type, enabled=False))
     if device.type == "cuda":
         scope.enter_context(torch.cuda.device(device))
     if precision is not None:

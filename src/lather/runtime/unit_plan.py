@@ -16,12 +16,12 @@ from ..compute.bank import Bank, initial_state
 from ..compute.executor import Executor
 from ..compute.graphs import Graphs
 from ..compute.kernel_executor import KernelExecutor
-from ..compute.slices import BankSlice, BoundSlice, SliceId, Window, divide_banks, find_window, scratch_sizes
+from ..compute.slices import BankSlice, BoundSlice, SliceId, Window, divide_banks, find_window, moves_in_place, scratch_sizes
 from ..compute.torch_executor import TorchExecutor
-from ..planning.messages import SCALE, Item, Traffic, Trip
+from ..planning.messages import SCALE, SCALED, Item, Traffic, Trip
 from ..planning.plan import SIZES, BankKey, Plan, Transport
 from ..storage import averaging
-from ..storage.buffers import FlatBuffer, Pieces, Scratch, ScratchKey, Span, spans
+from ..storage.buffers import FlatBuffer, Pieces, Scratch, ScratchKey, Span, SpanKey, spans
 from ..storage.grids import Grid, coalesce
 from ..storage.tensors import is_regular, local
 from .exchange import Collective
@@ -60,7 +60,7 @@ def make_units(plan: Plan, places: Sequence[int], banks: Sequence[Bank], comms: 
     """All units, also those in which this rank owns nothing, in an order that all ranks share."""
     scratch = Scratch({spec.device: p.device for spec, p in zip(plan.specs, params, strict=True)})
     plans = plan_units(plan, places, [local(p) for p in params])
-    for key, numel in (need for each in plans for need in each.scratch()):
+    for key, numel in (need for each in plans for need in (*each.scratch(), *each.spare())):
         scratch.reserve(key, numel)
     return [each.unit(scratch, banks, *comms(each.transport)) for each in plans]
 
@@ -94,8 +94,9 @@ class UnitPlan:
         self.by_kernels = self._by_kernels()  # slices that go through kernels together
         together = {part.key for parts in self.by_kernels for part in parts}
         self.by_torch = [BankSlice(key, 0, len(numbers)) for key, numbers in self.banks.items() if key not in together]
-        self.sends = spans(plan, me, (*self.inbound.sent.items, *self.inbound.kept.items)) if self.inbound else []
-        self.receives = [spans(plan, me, (*trip.received.items, *trip.kept.items)) for trip in self.outbound]
+        sent = (*self.inbound.sent.items, *self.inbound.kept.items) if self.inbound else ()
+        self.sends = spans(plan, me, sent, self._sending)
+        self.receives = [spans(plan, me, (*trip.received.items, *trip.kept.items), self._receiving) for trip in self.outbound]
         self.reads = {} if self.inbound else {part.id: self._span(part) for part in self.by_torch}
         apart = [part for parts in self.by_kernels for part in parts if not self._moves_parameters(part.key)]
         self.writes = {} if self.outbound else {part.id: self._span(part) for part in (*self.by_torch, *apart)}
@@ -125,7 +126,7 @@ class UnitPlan:
 
     def _span(self, part: BankSlice) -> Span:
         """What is stored of a slice of a bank."""
-        span = Span(part.key.group, part.key.device, part.key.dtype)
+        span = Span(SpanKey(part.key.group, part.key.device, part.key.dtype))
         for number in self._numbers(part):
             block = self.plan.blocks[number]
             span.add(block.param, self.plan.local(block.param, block.region, self.me))
@@ -133,7 +134,7 @@ class UnitPlan:
 
     def _look(self, part: BankSlice) -> Look:
         span = self._span(part)
-        return Look(span, self._reading(span))
+        return Look(span, self._reading(span.key))
 
     def _slices(self) -> list[BankSlice]:
         return [part for parts in self._together() for part in parts]
@@ -181,12 +182,12 @@ class UnitPlan:
     # Scratch memory.
 
     def scratch(self) -> Iterator[tuple[ScratchKey, int]]:
-        """What the unit needs of the memory that all units share."""
+        """What the unit usually needs of the memory that all units share."""
         yield self.message_key, self.message_bytes
-        for span in (*self.sends, *self.reads.values()):
-            yield from ((key, span.numel) for key in self._reading(span).values())
-        for span in (*(span for some in self.receives for span in some), *self.writes.values()):
-            yield from ((key, span.numel) for key in self._writing(span).values())
+        needs = [(span, self._sending) for span in self.sends] + [(span, self._reading) for span in self.reads.values()]
+        needs += [(span, self._receiving) for some in self.receives for span in some]
+        needs += [(span, self._writing) for span in self.writes.values()]
+        yield from ((key, span.numel) for span, buffers in needs for key in buffers(span.key).values())
         for part in self.by_torch:
             yield self._stack_key(part.key), part.n * part.numel
         for parts in self.by_kernels:
@@ -196,13 +197,30 @@ class UnitPlan:
             if self.inbound:
                 yield self._stack_key(key), sum(part.flat_numel for part in parts)
 
-    def _reading(self, span: Span) -> dict[str, ScratchKey]:
+    def spare(self) -> Iterator[tuple[ScratchKey, int]]:
+        """What it needs if kernels turn out not to cover the parameters. It is allocated then."""
+        for span in (span for some in self.receives for span in some):
+            yield from ((key, span.numel) for key in self._writing(span.key).values())
+
+    def _sending(self, span: SpanKey) -> dict[str, ScratchKey]:
+        """The buffers through which gradients go into messages: none, if they travel as they are."""
+        settings = self.plan.settings[span.group]
+        return self._reading(span) if settings.maximize or settings.decay_mode == "l2" else {}
+
+    def _reading(self, span: SpanKey) -> dict[str, ScratchKey]:
         """The buffers that gradients are read into. Coupled decay needs the parameters too."""
         settings = self.plan.settings[span.group]
         roles = {"grads": settings.hyper.compute_dtype} | ({"params": self._own(span)} if settings.decay_mode == "l2" else {})
         return {role: (role, span.device, dtype) for role, dtype in roles.items()}
 
-    def _writing(self, span: Span) -> dict[str, ScratchKey]:
+    def _receiving(self, span: SpanKey) -> dict[str, ScratchKey]:
+        """The buffers through which directions that arrive go: if kernels move the parameters, only where scales are applied."""
+        found = self._writing(span)
+        if not moves_in_place(span.device, span.dtype, self.plan.settings[span.group]):
+            return found
+        return {"directions": found["directions"]} if self.transport.outbound == SCALED else {}
+
+    def _writing(self, span: SpanKey) -> dict[str, ScratchKey]:
         """The buffers that parameters are moved in."""
         settings, own = self.plan.settings[span.group], self._own(span)
         roles = {"params": own}
@@ -212,7 +230,7 @@ class UnitPlan:
         roles |= {"directions": settings.hyper.compute_dtype} if self.outbound else {}
         return {role: (role, span.device, dtype) for role, dtype in roles.items()}
 
-    def _own(self, span: Span) -> torch.dtype:
+    def _own(self, span: SpanKey) -> torch.dtype:
         """The dtype of arithmetic on parameters: the compute dtype, or their own if it has more bits."""
         return torch.promote_types(self.plan.settings[span.group].hyper.compute_dtype, getattr(torch, span.dtype))
 
@@ -230,15 +248,16 @@ class UnitPlan:
             team=self.transport.team,
             executors=tuple(self._executors(mine, scratch)),
             messages=messages,
-            sends=tuple(Pieces(span, self._reading(span), scratch, there) for span in self.sends),
-            reads={part: Pieces(span, self._reading(span), scratch, None) for part, span in self.reads.items()},
+            sends=tuple(Pieces(span, self._sending(span.key), scratch, there) for span in self.sends),
+            reads={part: Pieces(span, self._reading(span.key), scratch, None) for part, span in self.reads.items()},
             looks={} if self.inbound else {part.id: self._look(part) for part in self._slices()},
             stacks=stacks,
             arrivals=dict(self._arrivals(there, stacks)),
             departures=dict(self._departures(back)),
-            writes={part: Pieces(span, self._writing(span), scratch, None) for part, span in self.writes.items()},
+            writes={part: Pieces(span, self._writing(span.key), scratch, None) for part, span in self.writes.items()},
             inbound=_swap(self.inbound, there, comm) if self.inbound else None,
             outbound=tuple(self._rounds(scratch, back, comm, sharers)),
+            moved=tuple({grid.key for some in self.receives for span in some for grid in span.grids}),
         )
 
     def _arrivals(self, messages: Tensor, stacks: Mapping[SliceId, Tensor]) -> Iterator[tuple[SliceId, FlatBuffer]]:
@@ -264,7 +283,7 @@ class UnitPlan:
                 ordered=FlatBuffer(chunks, messages, {"messages": messages}),
                 swap=_swap(trip, messages, comm) if trip.swap else None,
                 gather=_gather(trip, messages, sharers) if trip.part else None,
-                receives=tuple(Pieces(span, self._writing(span), scratch, messages) for span in some),
+                receives=tuple(Pieces(span, self._writing(span.key), scratch, messages) for span in some),
             )
 
     def _stacks(self, scratch: Scratch) -> dict[SliceId, Tensor]:
@@ -309,13 +328,13 @@ def _swap(trip: Trip, messages: Tensor, comm: Comm) -> Collective:
     out, into = ([n * size for n in splits] for splits in trip.swap)  # in bytes
     sent = _bytes(messages, trip.swapped_from, sum(trip.swap[0]))
     received = _bytes(messages, trip.swapped_to, sum(trip.swap[1]))
-    return Collective(comm, partial(comm.exchange, received, sent, into, out))
+    return Collective(partial(comm.exchange, received, sent, into, out))
 
 
 def _gather(trip: Trip, messages: Tensor, sharers: Comm) -> Collective:
     sent = _bytes(messages, trip.gathered_from, trip.part)
     received = _bytes(messages, trip.received.start, len(sharers.ranks) * trip.part)
-    return Collective(sharers, partial(sharers.gather, received, sent))
+    return Collective(partial(sharers.gather, received, sent))
 
 
 def _bytes(messages: Tensor, start: int, numel: int) -> Tensor:

@@ -1,10 +1,10 @@
 """Flat buffers: pieces of parameters and gradients, laid end to end, so that one operation works on all of them."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -15,13 +15,13 @@ from ..planning.messages import SCALE, Item
 from ..planning.plan import Plan
 from ..roots import has_kernels
 from . import averaging
-from .copies import KernelCopies, Moving
+from .copies import KernelCopies, Located, Moving
 from .grids import Grid, coalesce
 from .step import Number, Step
 from .update import prepare_gradient, update_
 
 ScratchKey = tuple[str, str, torch.dtype]  # role, device as the plan names it, dtype
-LARGEST = 1 << 24  # elements of a span, unless one piece has more
+LARGEST = 1 << 24  # elements of a span that needs buffers, unless one piece has more
 
 
 @final
@@ -49,21 +49,29 @@ class Scratch:
         return self._flat[key][start : start + math.prod(shape)].view(*shape)
 
 
+class SpanKey(NamedTuple):
+    """What the parameters of a span have in common."""
+
+    group: int
+    device: str
+    dtype: str
+
+
 @dataclass
 class Span:
     """Where pieces of parameters of one param group and dtype lie in a flat buffer, and in a buffer of messages."""
 
-    group: int
-    device: str
-    dtype: str  # of the parameters
+    key: SpanKey
     numel: int = 0
     grids: list[Grid] = field(default_factory=list)
+    travelling: list[Grid] = field(default_factory=list)  # the same, in the buffer of messages
     parts: list[tuple[int, int, int]] = field(default_factory=list)  # offset here, offset in the messages, elements
     scales: list[tuple[int, int, int]] = field(default_factory=list)
 
     def add(self, param: int, region: Region, item: Item | None = None) -> None:
         """Append a region of what is stored of a parameter. ``item`` is the message that it travels in, if any."""
         if item is not None:
+            self.travelling.append(Grid(param, item.offset, region.start, region.shape))
             _extend(self.parts, self.numel, item.offset, region.numel)
             if item.scale is not None:
                 _extend(self.scales, SCALE * len(self.grids), item.scale, SCALE)
@@ -79,17 +87,18 @@ def _extend(parts: list[tuple[int, int, int]], here: int, there: int, size: int)
         parts.append((here, there, size))
 
 
-def spans(plan: Plan, me: int, items: Iterable[Item]) -> list[Span]:
-    """The pieces of a buffer of messages that this place stores, by param group and dtype."""
+def spans(plan: Plan, me: int, items: Iterable[Item], buffers: Callable[[SpanKey], Collection[Any]]) -> list[Span]:
+    """The pieces of a buffer of messages that this place stores, by param group and dtype. ``buffers`` are those that a span
+    needs. If it needs none, it may have any size."""
     done: list[Span] = []
-    open_: dict[tuple[int, str, str], Span] = {}
+    open_: dict[SpanKey, Span] = {}
     for item in items:
         param, region = plan.blocks[item.move.block].param, item.move.region
         spec = plan.specs[param]
-        key = spec.group, spec.device, spec.dtype
-        if key in open_ and open_[key].numel + region.numel > LARGEST:
+        key = SpanKey(spec.group, spec.device, spec.dtype)
+        if key in open_ and open_[key].numel + region.numel > LARGEST and buffers(key):
             done.append(open_.pop(key))
-        open_.setdefault(key, Span(*key)).add(param, plan.local(param, region, me), item)
+        open_.setdefault(key, Span(key)).add(param, plan.local(param, region, me), item)
     return [*done, *open_.values()]
 
 
@@ -103,7 +112,8 @@ class FlatBuffer:
     def __init__(self, grids: Sequence[Grid], flat: Tensor, tensors: Mapping[Any, Tensor] | None = None) -> None:
         self.flat, self._grids = flat, grids
         self.keys = tuple(dict.fromkeys(grid.key for grid in grids))
-        self._bound, self._stay = tensors or {}, tensors is not None
+        self._bound: Mapping[Any, Tensor] = Located(tensors or {})
+        self._stay = tensors is not None
         self._views: list[Tensor | None] = []  # of the tensors that are bound, one for each slot
         self._are_whole = False  # whether the views are the tensors themselves
         by_kernel = has_kernels(flat.device)
@@ -116,6 +126,8 @@ class FlatBuffer:
 
     def load(self, tensors: Mapping[Any, Tensor] | None = None) -> Tensor:
         """Fill in tensors, or those that are bound. Slots of missing tensors become zero."""
+        if not self._grids:
+            return self.flat
         if self._into and self._into.run(self._bound if tensors is None else tensors):
             return self.flat
         views = self._views_of(tensors) if tensors is not None else self._views or self._look_up()
@@ -162,7 +174,7 @@ class Pieces:
     """A span with its buffers: gradients are read into it, parameters are moved in it."""
 
     def __init__(self, span: Span, keys: Mapping[str, ScratchKey], scratch: Scratch, messages: Tensor | None) -> None:
-        self.group = span.group
+        self.group = span.key.group
         self.members = tuple(dict.fromkeys(grid.key for grid in span.grids))
         self._keys, self._scratch, self._messages, self._span = keys, scratch, messages, span
 
@@ -180,8 +192,23 @@ class Pieces:
 
     def post(self, step: Step) -> None:
         """Copy gradients into the messages that carry them away."""
-        self.read(step)
-        self._posted.save()
+        if self._keys:
+            self.read(step)
+            self._posted.save()
+        else:
+            self._straight.load(step.grads)
+
+    def receive(self, step: Step) -> None:
+        """Let the directions that messages brought move the parameters. The kernel leaves averages, and rates on the device, to
+        torch."""
+        settings, rate = step.settings[self.group], step.rates[self.group]
+        if self._mover and settings.averaging is None and not (isinstance(rate.lr, Tensor) or isinstance(rate.decay, Tensor)):
+            if self._span.scales:
+                self.directions()
+            numbers = Moving(rate.lr, rate.decay, settings.momentum, 1 - settings.dampening, settings.nesterov)
+            if self._mover.move(step.stored.params, step.stored.kept if settings.momentum > 0 else None, numbers):
+                return
+        self.write(self.directions(), step)
 
     def directions(self) -> Tensor:
         """The directions that messages brought: flat, in the order of the span."""
@@ -206,6 +233,20 @@ class Pieces:
     # Messages and buffers stay where they are.
 
     @cached_property
+    def _straight(self) -> FlatBuffer:
+        assert self._messages is not None
+        return FlatBuffer(coalesce(self._span.travelling), self._messages)
+
+    @cached_property
+    def _mover(self) -> KernelCopies | None:
+        """Moves parameters from where directions have arrived or, if they have scales, from a buffer."""
+        assert self._messages is not None
+        if not has_kernels(self._messages.device):
+            return None
+        at, flat = (self._span.grids, self._brought.flat) if self._span.scales else (self._span.travelling, self._messages)
+        return KernelCopies(coalesce(at), flat, self.members, into_flat=False)
+
+    @cached_property
     def _posted(self) -> FlatBuffer:
         return self._in_messages(self._buffers["grads"].flat, self._span.parts)
 
@@ -227,10 +268,7 @@ class Pieces:
 
     def write(self, p: Tensor, step: Step, only: Collection[int] | None = None) -> None:
         """Apply directions to the parameters, or to some of them: decay, momentum or averaging, learning rate."""
-        settings, rate = step.settings[self.group], step.rates[self.group]
-        if self._mover and settings.averaging is None and self._move(self._mover, step, only):
-            return
-        buffers = self._buffers
+        settings, rate, buffers = step.settings[self.group], step.rates[self.group], self._buffers
         w, kept, exact = buffers["params"], buffers.get("kept"), buffers.get("exact")
         flat = w.bind(step.stored.params)
         other = kept.bind(step.stored.kept) if kept else None
@@ -238,7 +276,7 @@ class Pieces:
             update_(flat, p, other, settings, rate)
         else:
             assert other is not None
-            y = averaging.unrounded_(exact.bind(step.stored.exact), flat, getattr(torch, self._span.dtype)) if exact else flat
+            y = averaging.unrounded_(exact.bind(step.stored.exact), flat, getattr(torch, self._span.key.dtype)) if exact else flat
             averaging.average_(y, other, p, settings, rate, self._share(step.shares))
             if exact:
                 flat.copy_(y)
@@ -246,21 +284,6 @@ class Pieces:
         if kept:
             kept.save(only)
         w.save(only)
-
-    def _move(self, mover: KernelCopies, step: Step, only: Collection[int] | None) -> bool:
-        """In the parameters themselves, unless the kernel cannot. Rates on the device are left to torch."""
-        settings, rate = step.settings[self.group], step.rates[self.group]
-        if isinstance(rate.lr, Tensor) or isinstance(rate.decay, Tensor):
-            return False
-        numbers = Moving(rate.lr, rate.decay, settings.momentum, 1 - settings.dampening, settings.nesterov)
-        return mover.move(step.stored.params, step.stored.kept if settings.momentum > 0 else None, numbers, only)
-
-    @cached_property
-    def _mover(self) -> KernelCopies | None:
-        """If directions have arrived in messages, which stay where they are."""
-        if self._messages is None or not has_kernels(self._messages.device):
-            return None
-        return KernelCopies(coalesce(self._span.grids), self._directions, self.members, into_flat=False)
 
     def _share(self, shares: Mapping[int, Number]) -> Number:
         """One number if all parameters have the same, else one for every element."""
@@ -278,6 +301,6 @@ class Pieces:
     @cached_property
     def _elements(self) -> tuple[Tensor, Tensor]:
         """For every piece, its parameter's position among the members, and its number of elements."""
-        flat, grids = self._buffers["params"].flat, self._span.grids
+        like, grids = torch.empty(0, device=self._scratch.devices[self._span.key.device]), self._span.grids
         positions, lengths = [self.members.index(grid.key) for grid in grids], [grid.numel for grid in grids]
-        return from_host(positions, flat, torch.int64), from_host(lengths, flat, torch.int64)
+        return from_host(positions, like, torch.int64), from_host(lengths, like, torch.int64)

@@ -6,7 +6,9 @@ addresses are copied to the device again, if tensors have moved since the last s
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache, cached_property
 from itertools import product
+from operator import attrgetter
 from typing import Any, NamedTuple, final
 
 import torch
@@ -23,6 +25,26 @@ Strides = tuple[int, ...]
 Layout = tuple[Strides, int]  # of a tensor: its strides, and its address modulo 16
 
 
+class Fact(NamedTuple):
+    """What a copy needs to know about a tensor."""
+
+    address: int
+    strides: Strides
+    dtype: torch.dtype
+    is_neg: bool
+
+
+@final
+class Located(dict[Any, Tensor]):
+    """Tensors that stay where they are as long as this exists. All copies share one look at them."""
+
+    @cached_property
+    def facts(self) -> dict[Any, Fact]:
+        """They keep no memory alive."""
+        looks = (Tensor.data_ptr, Tensor.stride, attrgetter("dtype"), Tensor.is_neg)
+        return dict(zip(self, map(Fact, *(map(look, self.values()) for look in looks)), strict=True))
+
+
 class Side(NamedTuple):
     """Where a box begins in its tensor."""
 
@@ -35,6 +57,7 @@ class Side(NamedTuple):
 class Launch(NamedTuple):
     """Boxes that are copied together, because their rows are made of vectors of the same number of elements."""
 
+    num_tiles: int
     tiles: Tensor  # the box of every tile
     boxes: Tensor  # rows of CopyBox
     vector: int
@@ -57,6 +80,10 @@ class KernelCopies:
     def __init__(self, grids: Sequence[Grid], flat: Tensor, keys: Sequence[Any], *, into_flat: bool) -> None:
         self._grids, self._flat, self._into_flat = grids, flat, into_flat
         self._keys = {key: i for i, key in enumerate(keys)}
+        self._seen: tuple[Any, Any] = None, None  # the last facts about all tensors, and about all momenta
+        self._facts: tuple[Any, Any] = (), None  # those that matter here, by key
+        self._is_covered = False
+        self._dtype = flat.dtype  # of the tensors
         self._addresses: tuple[list[int], Tensor] = [], flat  # on the host and on the device
         self._momenta: tuple[list[int], Tensor] = [], flat
         self._layouts: list[Layout] = [((), 0)] * len(keys)
@@ -65,66 +92,66 @@ class KernelCopies:
 
     def run(self, given: Mapping[Any, Tensor], only: Collection[Any] | None = None) -> bool:
         """Copy all tensors, or some, unless their dtypes differ or are not covered. If one is missing, its part of the buffer
-        becomes zero. In a usual step all are there, nothing but addresses is new, and no loop is over grids."""
-        tensors = self._chosen(given, only)
-        there = [x for x in tensors if x is not None]
-        if not self._covers(there):
+        becomes zero. In a usual step all are there, nothing but addresses is new, and no loop is over grids. For tensors that
+        are located there is none at all."""
+        if not self._find(given, only):
             return False
-        self._find(tensors)
-        to, source = (self._flat.dtype, there[0].dtype) if self._into_flat else (there[0].dtype, self._flat.dtype)
-        self._launch("copy", TO=to, FROM=source)
+        self._launch("copy")
         if not self._into_flat:  # kernels write behind autograd's back
-            torch.autograd.graph.increment_version(there)
+            there = zip(self._keys, self._facts[0], strict=True)
+            torch.autograd.graph.increment_version([given[key] for key, fact in there if fact])
         return True
 
-    def move(self, given: Mapping[Any, Tensor], momenta: Mapping[Any, Tensor] | None, numbers: Moving, only: Any) -> bool:
+    def move(self, given: Mapping[Any, Tensor], momenta: Mapping[Any, Tensor] | None, numbers: Moving, only: Any = None) -> bool:
         """Move parameters, or some of them, by the directions in the buffer, unless their dtypes or layouts are not covered.
-        ``only``: see :meth:`run`."""
-        tensors = self._chosen(given, only)
-        there = [x for x in tensors if x is not None]
-        memory = [] if momenta is None else self._chosen(momenta, only)
-        if not (self._covers(there) and self._flat.dtype == torch.float32 and _are_alike(tensors, memory)):
+        ``only``: see :meth:`run`. The caller tells autograd."""
+        if not (self._flat.is_floating_point() and self._find(given, only, momenta)):
             return False
-        self._find(tensors)
-        addresses = [0 if x is None else x.data_ptr() for x in memory]
-        if addresses != self._momenta[0]:
-            self._momenta = addresses, from_host([0, *addresses], self._flat, torch.int64)
-        self._launch("move", self._momenta[1], *numbers[:4], TO=there[0].dtype, MOMENTUM=bool(memory), NESTEROV=numbers.nesterov)
-        torch.autograd.graph.increment_version([*there, *(x for x in memory if x is not None)])
+        self._launch("move", self._momenta[1], *numbers[:4], MOMENTUM=momenta is not None, NESTEROV=numbers.nesterov)
         return True
 
-    def _chosen(self, given: Mapping[Any, Tensor], only: Collection[Any] | None) -> list[Tensor | None]:
-        return list(map(given.get, self._keys)) if only is None else [given[i] if i in only else None for i in self._keys]
+    def _find(self, given: Mapping[Any, Tensor], only: Collection[Any] | None, momenta: Mapping[Any, Tensor] | None = None) -> bool:
+        """Where tensors are, and how they lie there, unless the last look was at the same. Whether they are covered."""
+        facts, others = _facts(given), None if momenta is None else _facts(momenta)
+        if only is not None:
+            facts = {key: fact for key, fact in facts.items() if key in only}
+        if self._seen[0] is facts and self._seen[1] is others:
+            return self._is_covered
+        self._seen = facts, others
+        mine, memory = list(map(facts.get, self._keys)), None if others is None else list(map(others.get, self._keys))
+        if self._facts != (mine, memory):
+            self._facts = mine, memory
+            self._is_covered = self._covers(mine) and (memory is None or _are_alike(mine, memory))
+            if self._is_covered:
+                self._locate(mine, memory or [])
+        return self._is_covered
 
-    def _covers(self, tensors: Sequence[Tensor]) -> bool:
-        dtypes = {x.dtype for x in tensors}
-        return len(dtypes) == 1 and {self._flat.dtype, *dtypes} <= DTYPES.keys() and not any(map(Tensor.is_neg, tensors))
+    def _covers(self, facts: Sequence[Fact | None]) -> bool:
+        dtypes = {fact.dtype for fact in facts if fact}
+        return len(dtypes) == 1 and {self._flat.dtype, *dtypes} <= DTYPES.keys() and not any(fact.is_neg for fact in facts if fact)
 
-    def _find(self, tensors: Sequence[Tensor | None]) -> None:
-        """Where tensors are, and how they lie there. For one that has never been there, any layout will do."""
-        there = [x for x in tensors if x is not None]
-        addresses = list(map(Tensor.data_ptr, there))
-        layouts = list(zip(map(Tensor.stride, there), [address & 15 for address in addresses], strict=True))
-        if len(there) < len(tensors):
-            found = iter(layouts)
-            layouts = [last if x is None else next(found) for x, last in zip(tensors, self._layouts, strict=True)]
-            addresses = [0 if x is None else x.data_ptr() for x in tensors]
-        vector = 16 // min(self._flat.itemsize, there[0].itemsize)
+    def _locate(self, facts: Sequence[Fact | None], memory: Sequence[Fact | None]) -> None:
+        """Tell the device. For a tensor that has never been there, any layout will do."""
+        (self._dtype,) = {fact.dtype for fact in facts if fact}
+        addresses = [fact.address if fact else 0 for fact in facts]
+        layouts = [(fact.strides, fact.address & 15) if fact else last for fact, last in zip(facts, self._layouts, strict=True)]
+        vector = 16 // min(self._flat.itemsize, self._dtype.itemsize)
         if (layouts, vector) != (self._layouts, self._vector):
             self._layouts, self._vector = layouts, vector
             self._launches = self._make_launches()
         if addresses != self._addresses[0]:
             self._addresses = addresses, from_host([self._flat.data_ptr(), *addresses], self._flat, torch.int64)
+        addresses = [fact.address if fact else 0 for fact in memory]
+        if addresses != self._momenta[0]:
+            self._momenta = addresses, from_host([0, *addresses], self._flat, torch.int64)
 
     def _launch(self, kernel: str, *arguments: Any, **fixed: Any) -> None:
-        import triton.language as tl
-
-        from ..kernels import copies as kernels
-
-        fixed = {name: getattr(tl, DTYPES[x]) if isinstance(x, torch.dtype) else x for name, x in fixed.items()}
+        kernels, types = _triton()
+        own, other = types[self._flat.dtype], types[self._dtype]
+        fixed["TO"], fixed["FROM"] = (own, other) if self._into_flat else (other, own)
         with torch.cuda.device_of(self._flat):  # type: ignore[no-untyped-call]
-            for tiles, boxes, vector in self._launches:
-                launch = getattr(kernels, kernel)[len(tiles),]
+            for num_tiles, tiles, boxes, vector in self._launches:
+                launch = getattr(kernels, kernel)[num_tiles,]
                 launch(tiles, boxes, self._addresses[1], *arguments, VECTOR=vector, BLOCK=BLOCK, num_warps=8, **fixed)
 
     def _make_launches(self) -> list[Launch]:
@@ -138,7 +165,7 @@ class KernelCopies:
                 [box._replace(first_tile=first) for (box, _), first in zip(some, firsts, strict=True)], device="cpu"
             )
             tiles = torch.arange(len(some), dtype=torch.int32, device="cpu").repeat_interleave(counts)
-            launches += [Launch(tiles.to(self._flat.device), boxes.to(self._flat.device), vector)] if some else []
+            launches += [Launch(len(tiles), tiles.to(self._flat.device), boxes.to(self._flat.device), vector)] if some else []
         return launches
 
     def _boxes(self, grid: Grid) -> Iterator[tuple[CopyBox, int, int]]:
@@ -186,7 +213,21 @@ class KernelCopies:
         return box, tiles, self._vector if is_aligned else 1
 
 
-def _are_alike(params: Sequence[Tensor | None], momenta: Sequence[Tensor | None]) -> bool:
-    """Whether momenta, if there are any, are in float32 and lie in memory as the parameters do."""
-    pairs = [(p, m) for p, m in zip(params, momenta, strict=True) if p is not None and m is not None] if momenta else []
-    return all(m.dtype == torch.float32 and m.stride() == p.stride() and not m.data_ptr() & 15 for p, m in pairs)
+@cache
+def _triton() -> tuple[Any, Mapping[Any, Any]]:
+    """The kernels, and Triton's dtypes."""
+    import triton.language as tl
+
+    from ..kernels import copies as kernels
+
+    return kernels, {dtype: getattr(tl, name) for dtype, name in DTYPES.items()}
+
+
+def _facts(tensors: Mapping[Any, Tensor]) -> dict[Any, Fact]:
+    return (tensors if isinstance(tensors, Located) else Located(tensors)).facts
+
+
+def _are_alike(params: Sequence[Fact | None], momenta: Sequence[Fact | None]) -> bool:
+    """Whether momenta are in float32 and lie in memory as the parameters do."""
+    pairs = [(p, m) for p, m in zip(params, momenta, strict=True) if p and m]
+    return all(m.dtype == torch.float32 and m.strides == p.strides and not m.address & 15 for p, m in pairs)
