@@ -43,22 +43,23 @@ class TorchExecutor(Executor[Seen]):
     def take_in(self, job: Job, stacks: Sequence[Tensor | None]) -> Seen:
         bank, (grads,) = self._bank, stacks
         assert grads is not None
-        alive, lr = norms(grads).isfinite(), job.step.rates[self.key.group].lr
+        alive, lr = norms(grads) < torch.inf, job.step.rates[self.key.group].lr
         if isinstance(lr, Tensor):
             alive &= is_rate(lr).to(alive.device)
         if all(job.active):
-            bank.skipped += alive.logical_not()
+            bank.skipped += ~alive
         else:
             on = from_host(job.active, alive)
-            bank.skipped += on & alive.logical_not()
+            bank.skipped += on & ~alive
             alive &= on
-        grads = torch.where(per_slot(alive, grads), grads, 0)
+        grads.masked_fill_(per_slot(~alive, grads), 0)
         ctx = Context(job.settings.hyper_of(self.key.kind), job.steps, alive.to(grads.dtype))
         takes = self.method.accumulate(bank.state, grads, ctx) if self.method else None
         if takes is not None:
-            bank.skipped += alive & takes.logical_not()
+            bank.skipped += alive & ~takes
             alive = alive & takes
-            grads, ctx = torch.where(per_slot(alive, grads), grads, 0), replace(ctx, alive=alive.to(grads.dtype))
+            grads.masked_fill_(per_slot(~alive, grads), 0)
+            ctx = replace(ctx, alive=alive.to(grads.dtype))
         self.graft.accumulate(bank.state, grads, ctx)
         filtered = filter_gradient(bank.state, grads, ctx)
         return Seen(grads, filtered, alive, ctx)
@@ -80,13 +81,13 @@ class TorchExecutor(Executor[Seen]):
         started = started_slots(job.steps, settings) if method else []
         if method and any(started) and (bank.begun or not method.waits):
             direction = method.apply(bank.state, seen.filtered, seen.ctx)
-            if settings.grafted:
-                direction = rescale(direction, own)
             ready = method.ready(bank.state) if method.waits else None
             if not all(started):
                 on = from_host(started, own)
                 ready = on if ready is None else ready & on
-            if ready is not None:
+            if settings.grafted:
+                direction = rescale(direction, own, ready)
+            elif ready is not None:
                 direction = torch.where(per_slot(ready, own), direction, own)
-        bank.broken.logical_or_(seen.alive & all_finite(direction).logical_not())
+        bank.broken.logical_or_(seen.alive & ~all_finite(direction))
         return [torch.where(per_slot(seen.alive, direction), direction, torch.nan)]

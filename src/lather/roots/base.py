@@ -130,7 +130,6 @@ def settle(value: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(ok[:, None, None], value, eye_like(value)), ok
 
 
-def lift(values: Tensor, scale: Tensor, eps: float | Tensor) -> Tensor:
-    """`x - min(x_min, 0) + eps` in float64, `x = values [n, d] * scale [n, 1, 1]`. A factor's negative eigenvalues are rounding."""
-    x = values.double() * scale.squeeze(-1).double()
-    return x - x.amin(1, keepdim=True).clamp(max=0.0) + per_slot(eps, x)
+def lift(x: Tensor, eps: float | Tensor) -> Tensor:
+    """`x - min(x_min, 0) + eps` for eigenvalues [n, d] in float64. Negative ones of a factor are rounding."""
+    return x - x.amin(1, keepdim=True).clamp_(max=0.0) + per_slot(eps, x)
