@@ -322,6 +322,11 @@ def all_finite(x: Tensor) -> Tensor:
     return (x.amax(1) < torch.inf) & (x.amin(1) > -torch.inf)  # on a CPU ten times as fast as the norm of largest entries
 
 
+def surely_finite(values: Tensor) -> bool:
+    """Whether the host sees that all of them are finite. It does not wait for a device."""
+    return values.is_cpu and all(map(math.isfinite, values.tolist()))
+
+
 def normalize(a: Tensor, floor: float | Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``a / c`` and ``c`` [n, 1, 1], the power of two with ``c <= max(|a|, floor) < 2c``. 1 if that maximum is 0, and NaN if it is
     not finite.
@@ -353,6 +358,11 @@ def relative_ridge(a: Tensor, eps: float) -> Tensor:
 def ridge_of_size(size: Tensor, eps: float) -> Tensor:
     """The relative ridge [n] of factors whose Schatten 4-norm is known."""
     return (eps * size).clamp_(min=SMALLEST_RIDGE).masked_fill_(size == 0, 1.0)
+
+
+def lift(x: Tensor, eps: float | Tensor) -> Tensor:
+    """``x - min(x_min, 0) + eps`` for eigenvalues [n, d] in float64. Negative ones of a factor are rounding."""
+    return x - x.amin(1, keepdim=True).clamp_(max=0.0) + per_slot(eps, x)
 
 
 def power(x: Tensor, exponent: float) -> Tensor:

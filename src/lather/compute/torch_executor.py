@@ -7,7 +7,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from ..linalg import all_finite, from_host, norms, per_slot, rescale
+from ..linalg import all_finite, from_host, norms, per_slot, rescale, surely_finite
 from ..methods import Context, Kronecker, filter_gradient
 from ..planning.schedule import started_slots
 from ..settings import Settings
@@ -18,7 +18,11 @@ from .slices import BoundSlice
 
 
 class Seen(NamedTuple):
-    """The gradients of a step, zero where a slot skips; what the filter makes of them; who takes part; and the numbers."""
+    """The gradients of a step, zero where a slot skips; what the filter makes of them; who takes part; and the numbers.
+
+    What is rare takes most of the operations of a step on a small stack: slots that skip, directions that are not finite. On a CPU
+    the host sees that there are none, and leaves them out. The others get the same bits.
+    """
 
     grads: Tensor
     filtered: Tensor
@@ -43,23 +47,22 @@ class TorchExecutor(Executor[Seen]):
     def take_in(self, job: Job, stacks: Sequence[Tensor | None]) -> Seen:
         bank, (grads,) = self._bank, stacks
         assert grads is not None
-        alive, lr = norms(grads) < torch.inf, job.step.rates[self.key.group].lr
-        if isinstance(lr, Tensor):
-            alive &= is_rate(lr).to(alive.device)
-        if all(job.active):
-            bank.skipped += ~alive
-        else:
-            on = from_host(job.active, alive)
-            bank.skipped += on & ~alive
-            alive &= on
-        grads.masked_fill_(per_slot(~alive, grads), 0)
-        ctx = Context(job.settings.hyper_of(self.key.kind), job.steps, alive.to(grads.dtype))
+        sizes, lr = norms(grads), job.step.rates[self.key.group].lr
+        alive, whole = sizes < torch.inf, all(job.active) and not isinstance(lr, Tensor) and surely_finite(sizes)
+        if not whole:
+            if isinstance(lr, Tensor):
+                alive &= is_rate(lr).to(alive.device)
+            on = None if all(job.active) else from_host(job.active, alive)
+            bank.skipped += ~alive if on is None else on & ~alive
+            alive = alive if on is None else on & alive
+            grads.masked_fill_(per_slot(~alive, grads), 0)
+        ctx = Context(job.settings.hyper_of(self.key.kind), job.steps, alive.to(grads.dtype), whole)
         takes = self.method.accumulate(bank.state, grads, ctx) if self.method else None
         if takes is not None:
             bank.skipped += alive & ~takes
             alive = alive & takes
             grads.masked_fill_(per_slot(~alive, grads), 0)
-            ctx = replace(ctx, alive=alive.to(grads.dtype))
+            ctx = replace(ctx, alive=alive.to(grads.dtype), whole=False)
         self.graft.accumulate(bank.state, grads, ctx)
         filtered = filter_gradient(bank.state, grads, ctx)
         return Seen(grads, filtered, alive, ctx)
@@ -89,5 +92,7 @@ class TorchExecutor(Executor[Seen]):
                 direction = rescale(direction, own, ready)
             elif ready is not None:
                 direction = torch.where(per_slot(ready, own), direction, own)
+        if seen.ctx.whole and surely_finite(norms(direction)):
+            return [direction]
         bank.broken.logical_or_(seen.alive & ~all_finite(direction))
         return [torch.where(per_slot(seen.alive, direction), direction, torch.nan)]

@@ -22,7 +22,7 @@ def filter_gradient(state: State, grad: Tensor, ctx: Context) -> Tensor:
     if beta1 == 0:
         return grad
     ahead = None if beta3 == beta1 else state["m"].to(grad.dtype).lerp(grad, 1 - beta3)
-    new = ema_(state["m"], grad, ctx.alive * (1 - beta1))
+    new = ema_(state["m"], grad, (ctx.whole or ctx.alive) * (1 - beta1))
     g_bar = new if ahead is None else ahead
     if not ctx.hyper.bias_correction:
         return g_bar

@@ -103,7 +103,7 @@ class _Average(_SecondMoment):
         return hyper.graft_beta2, 1 - hyper.graft_beta2
 
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
-        ema_(state["v"], grad.square(), ctx.alive * (1 - ctx.hyper.graft_beta2))
+        ema_(state["v"], grad.square(), (ctx.whole or ctx.alive) * (1 - ctx.hyper.graft_beta2))
 
 
 @final

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from ..linalg import eye_like, factorize, gram, normalize, norms, power, probe, product, ridge_of_size, symmetrize
-from .base import Basis, EigenSolver, Relative, Ridge, Root, RootSolver, absolute, lift, settle
+from ..linalg import eye_like, factorize, gram, lift, normalize, norms, power, probe, product, ridge_of_size, symmetrize
+from .base import Basis, EigenSolver, Relative, Ridge, Root, RootSolver, absolute, settle
 
 WORKERS = 8  # threads, each with a stream; one matrix leaves most of a GPU idle
 RESOLVED = 1e-5  # the least part of a factor's size that a ridge has to be for float32

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..linalg import per_slot, power, product, symmetrize
-from .base import lift
+from ..linalg import lift, per_slot, power, product, symmetrize
 
 CAP = 0.5  # largest entry of a correction
 FLOOR = 4.0  # an eigenvalue below this many roundings of the largest is not resolved
