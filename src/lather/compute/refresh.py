@@ -65,8 +65,8 @@ def _make_and_do(make: Callable[[], Batch], counts: Sequence[Tensor], left: Sequ
 
 def _do(batch: Batch, counts: Sequence[Tensor], left: Sequence[set[int]]) -> None:
     """Work off a batch. ``left`` are the slots of every job that are still to be done."""
-    for number, slots, index, ok in batch():
-        failed = counts[number]
+    for number, slots, ok in batch():
+        index, failed = positions(tuple(slots), ok.device), counts[number]
         failed[index] = (failed[index] + 1) * ~ok
         left[number].difference_update(slots)
 
@@ -145,8 +145,8 @@ class Batch:
         touched = [tensor for job in jobs.values() for tensor in job.state.values()]
         self.reads = [*(side.a for sides in self._sides for side in sides), *self._alive, *touched]
 
-    def __call__(self) -> list[tuple[int, Sequence[int], slice | Tensor, Tensor]]:
-        """The number of each job, its slots, their index, and ``[len(slots)]``, False where that failed."""
+    def __call__(self) -> list[tuple[int, Sequence[int], Tensor]]:
+        """The number of each job, its slots, and ``[len(slots)]``, False where that failed."""
         together: dict[Any, list[_Side]] = {}
         for side in (side for sides in self._sides for side in sides):
             if side.e == 0:
@@ -158,7 +158,7 @@ class Batch:
         largest_first = sorted(together.values(), key=lambda sides: -sum(side.a.numel() for side in sides))
         side_by_side([partial(_solve, self._method, sides, self._exact) for sides in largest_first])
         return [
-            (number, job.slots, index, _put(self._method, job, index, alive, sides))
+            (number, job.slots, _put(self._method, job, index, alive, sides))
             for (number, job), index, alive, sides in zip(self._jobs.items(), self._indices, self._alive, self._sides, strict=True)
         ]
 
