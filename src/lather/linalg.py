@@ -8,12 +8,13 @@ and decompose them by :func:`factorize`, which takes matrices with other sides o
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .kernels import has_kernels
 
@@ -59,9 +60,7 @@ _kept_positions = cache(_positions)  # what is captured was launched once before
 
 def unfold(x: Tensor, mode: int) -> Tensor:
     """The mode's unfolding ``[n, d_mode, rest]``; a view for matrices."""
-    if x.dim() == 2:
-        return x.unsqueeze(2)
-    return (x.movedim(mode + 1, 1) if mode else x).flatten(2)
+    return x.movedim(mode + 1, 1).flatten(2) if x.dim() > 2 else x.unsqueeze(2)
 
 
 def gram(x: Tensor, mode: int, scale: float = 1.0) -> Tensor:
@@ -69,9 +68,8 @@ def gram(x: Tensor, mode: int, scale: float = 1.0) -> Tensor:
     if x.is_cuda and x.dim() > 3 and mode == x.dim() - 2:
         found = _gram_of_columns(x.flatten(1, -2))
         return found if scale == 1 else found.mul_(scale)
-    d, u = x.shape[mode + 1], aligned(unfold(x, mode))  # padded once, not for each operand
-    found = product(u, u.mT, alpha=scale)
-    return found if found.shape[1] == d else found[:, :d, :d].contiguous()
+    u = unfold(x, mode)
+    return product(u, u.mT, alpha=scale)
 
 
 def _gram_of_columns(x: Tensor) -> Tensor:
@@ -183,10 +181,7 @@ def mode_product(x: Tensor, factor: Tensor, mode: int, out: Tensor | None = None
     """Multiply a mode by symmetric matrices ``[n, d, d]``, or by diagonal ones ``[n, d]``. Writes to ``out`` if given."""
     if factor.dim() == 2:
         return torch.mul(x, factor.view(*factor.shape[:1], *[1] * mode, factor.shape[1], *[1] * (x.dim() - mode - 2)), out=out)
-    if mode == 0:
-        columns = unfold(x, 0)
-        return product(factor, columns, None if out is None else out.view(columns.shape)).view(x.shape)
-    if mode == x.dim() - 2:  # the matrix is symmetric, so it can be on the right, without a transpose
+    if mode == x.dim() - 2 and mode > 0:  # the matrix is symmetric, so it can be on the right, without a transpose
         rows = x.flatten(1, -2)
         return product(rows, factor, None if out is None else out.view(rows.shape)).view(x.shape)
     found = product(factor, unfold(x, mode)).view(x.movedim(mode + 1, 1).shape).movedim(1, mode + 1)
@@ -243,7 +238,7 @@ def aligned(x: Tensor) -> Tensor:
         return x
     _, rows, columns = x.shape
     if rows % SIDE or columns % SIDE:
-        return torch.constant_pad_nd(x, (0, -columns % SIDE, 0, -rows % SIDE))
+        return pad(x, (0, -columns % SIDE, 0, -rows % SIDE))
     return x if x.stride(0) == rows * columns and x.data_ptr() % ALIGNED == 0 else x.clone()
 
 
@@ -292,13 +287,12 @@ def largest_eigenvalue(a: Tensor, iterations: int = 8) -> Tensor:
     return norms(x)
 
 
-def rescale(x: Tensor, like: Tensor, ready: Tensor | None = None) -> Tensor:
-    """Give every slot of ``x`` the norm that it has in ``like``. A zero slot stays zero. One whose norm overflows, or that is not
-    ``ready [n]``, becomes what it is in ``like``."""
+def rescale(x: Tensor, like: Tensor) -> Tensor:
+    """Give every slot of ``x`` the norm that it has in ``like``. A zero slot stays zero. One whose norm overflows becomes
+    what it is in ``like``."""
     size = norms(x)
-    scaled = x * per_slot((norms(like) / size).masked_fill_(size == 0, 0), x)
-    fits = size != torch.inf
-    return torch.where(per_slot(fits if ready is None else fits & ready, x), scaled, like)
+    scaled = x * per_slot(torch.where(size > 0, norms(like) / size, torch.zeros_like(size)), x)
+    return torch.where(per_slot(size == torch.inf, x), like, scaled)
 
 
 def ema_(state: Tensor, value: Tensor, weight: float | Tensor) -> Tensor:
@@ -323,21 +317,13 @@ def all_finite(x: Tensor) -> Tensor:
     return (x.amax(1) < torch.inf) & (x.amin(1) > -torch.inf)  # on a CPU ten times as fast as the norm of largest entries
 
 
-def surely_finite(values: Tensor) -> bool:
-    """Whether the host sees that all of them are finite. It does not wait for a device."""
-    return values.is_cpu and all(map(math.isfinite, values.tolist()))
-
-
-def normalize(a: Tensor, floor: float | Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``a / c`` and ``c`` [n, 1, 1], the power of two with ``c <= max(|a|, floor) < 2c``. 1 if that maximum is 0, and NaN if it is
-    not finite.
+def normalize(a: Tensor, floor: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
+    """``a / c`` and ``c`` [n, 1, 1], the power of two with ``c <= max(|a|, floor) < 2c``, or 1 if that maximum is 0.
 
     Division by ``c`` is exact. Afterwards squares neither overflow nor vanish.
     """
-    size = torch.linalg.vector_norm(a, torch.inf, dim=(1, 2), keepdim=True)
-    size = size if floor is None else size.clamp(min=floor)
-    c = size / (2 * torch.frexp(size).mantissa)  # exact down to denormals, unlike ldexp, a float pow
-    c = c.masked_fill_(size == 0, 1.0)
+    size = torch.linalg.vector_norm(a, torch.inf, dim=(1, 2), keepdim=True).clamp(min=floor)
+    c = torch.where(size > 0, size / (2 * torch.frexp(size).mantissa), 1.0)  # exact down to denormals, unlike ldexp, a float pow
     return a / c, c
 
 
@@ -358,18 +344,13 @@ def relative_ridge(a: Tensor, eps: float) -> Tensor:
 
 def ridge_of_size(size: Tensor, eps: float) -> Tensor:
     """The relative ridge [n] of factors whose Schatten 4-norm is known."""
-    return (eps * size).clamp_(min=SMALLEST_RIDGE).masked_fill_(size == 0, 1.0)
-
-
-def lift(x: Tensor, eps: float | Tensor) -> Tensor:
-    """``x - min(x_min, 0) + eps`` for eigenvalues [n, d] in float64. Negative ones of a factor are rounding."""
-    return x - x.amin(1, keepdim=True).clamp_(max=0.0) + per_slot(eps, x)
+    return torch.where(size == 0, 1.0, (eps * size).clamp(min=SMALLEST_RIDGE))
 
 
 def power(x: Tensor, exponent: float) -> Tensor:
     """``x^exponent`` elementwise for [n, d], in float64. ``pow`` rounds differently in the tail of a row: padded rows have none."""
     d = x.shape[-1]
-    return (torch.constant_pad_nd(x.double(), (0, -d % 64), 1.0) ** exponent)[:, :d]
+    return (pad(x.double(), (0, -d % 64), value=1.0) ** exponent)[:, :d]
 
 
 # How torch multiplies. Since 2.9 it has a precision for each backend, and its old global setting warns.
@@ -383,7 +364,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
     A root spans the decades of its factor's spectrum. The ten bits of TF32 keep three of them.
     """
-    with without_autocast(device.type), products_in("ieee", device):
+    with torch.autocast(device.type, enabled=False), products_in("ieee", device):
         yield
 
 
@@ -399,11 +380,6 @@ def _sums_in_float32(x: Tensor) -> Iterator[None]:
         yield
     finally:
         unit.allow_fp16_accumulation = True
-
-
-def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Turns autocast off for a type of device. To look first is cheaper than torch's context."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def are_products_exact() -> bool:

@@ -67,7 +67,7 @@ def _do(batch: Batch, counts: Sequence[Tensor], left: Sequence[set[int]]) -> Non
     """Work off a batch. ``left`` are the slots of every job that are still to be done."""
     for number, slots, ok in batch():
         index, failed = positions(tuple(slots), ok.device), counts[number]
-        failed[index] = (failed[index] + 1) * ~ok
+        failed[index] = torch.where(ok, 0, failed[index] + 1)
         left[number].difference_update(slots)
 
 

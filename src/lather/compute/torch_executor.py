@@ -7,7 +7,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from ..linalg import all_finite, from_host, norms, per_slot, rescale, surely_finite
+from ..linalg import all_finite, from_host, norms, per_slot, rescale
 from ..methods import Context, Kronecker, filter_gradient
 from ..planning.schedule import started_slots
 from ..settings import Settings
@@ -18,11 +18,7 @@ from .slices import BoundSlice
 
 
 class Seen(NamedTuple):
-    """The gradients of a step, zero where a slot skips; what the filter makes of them; who takes part; and the numbers.
-
-    What is rare takes most of the operations of a step on a small stack: slots that skip, directions that are not finite. On a CPU
-    the host sees that there are none, and leaves them out. The others get the same bits.
-    """
+    """The gradients of a step, zero where a slot skips; what the filter makes of them; who takes part; and the numbers."""
 
     grads: Tensor
     filtered: Tensor
@@ -47,22 +43,22 @@ class TorchExecutor(Executor[Seen]):
     def take_in(self, job: Job, stacks: Sequence[Tensor | None]) -> Seen:
         bank, (grads,) = self._bank, stacks
         assert grads is not None
-        sizes, lr = norms(grads), job.step.rates[self.key.group].lr
-        alive, whole = sizes < torch.inf, all(job.active) and not isinstance(lr, Tensor) and surely_finite(sizes)
-        if not whole:
-            if isinstance(lr, Tensor):
-                alive &= is_rate(lr).to(alive.device)
-            on = None if all(job.active) else from_host(job.active, alive)
-            bank.skipped += ~alive if on is None else on & ~alive
-            alive = alive if on is None else on & alive
-            grads.masked_fill_(per_slot(~alive, grads), 0)
-        ctx = Context(job.settings.hyper_of(self.key.kind), job.steps, alive.to(grads.dtype), whole)
+        alive, lr = norms(grads).isfinite(), job.step.rates[self.key.group].lr
+        if isinstance(lr, Tensor):
+            alive &= is_rate(lr).to(alive.device)
+        if all(job.active):
+            bank.skipped += alive.logical_not()
+        else:
+            on = from_host(job.active, alive)
+            bank.skipped += on & alive.logical_not()
+            alive &= on
+        grads = torch.where(per_slot(alive, grads), grads, 0)
+        ctx = Context(job.settings.hyper_of(self.key.kind), job.steps, alive.to(grads.dtype))
         takes = self.method.accumulate(bank.state, grads, ctx) if self.method else None
         if takes is not None:
-            bank.skipped += alive & ~takes
+            bank.skipped += alive & takes.logical_not()
             alive = alive & takes
-            grads.masked_fill_(per_slot(~alive, grads), 0)
-            ctx = replace(ctx, alive=alive.to(grads.dtype), whole=False)
+            grads, ctx = torch.where(per_slot(alive, grads), grads, 0), replace(ctx, alive=alive.to(grads.dtype))
         self.graft.accumulate(bank.state, grads, ctx)
         filtered = filter_gradient(bank.state, grads, ctx)
         return Seen(grads, filtered, alive, ctx)
@@ -84,15 +80,13 @@ class TorchExecutor(Executor[Seen]):
         started = started_slots(job.steps, settings) if method else []
         if method and any(started) and (bank.begun or not method.waits):
             direction = method.apply(bank.state, seen.filtered, seen.ctx)
+            if settings.grafted:
+                direction = rescale(direction, own)
             ready = method.ready(bank.state) if method.waits else None
             if not all(started):
                 on = from_host(started, own)
                 ready = on if ready is None else ready & on
-            if settings.grafted:
-                direction = rescale(direction, own, ready)
-            elif ready is not None:
+            if ready is not None:
                 direction = torch.where(per_slot(ready, own), direction, own)
-        if seen.ctx.whole and surely_finite(norms(direction)):
-            return [direction]
-        bank.broken.logical_or_(seen.alive & ~all_finite(direction))
+        bank.broken.logical_or_(seen.alive & all_finite(direction).logical_not())
         return [torch.where(per_slot(seen.alive, direction), direction, torch.nan)]

@@ -65,15 +65,13 @@ class Context:
     """The numbers of one step for one stack.
 
     ``steps`` has the step of every slot. ``alive [n]`` is 1 for a slot that takes part in the step, and 0 for one that keeps
-    its state. ``whole``: the host knows that all take part, so the weight of a gradient need not be a tensor. ``bc2`` is the bias
-    correction of factors where that is already on the device. If there are ``sizes``, products may be in halves: a method that
-    does so writes there what its direction has to be multiplied by.
+    its state. ``bc2`` is the bias correction of factors where that is already on the device. If there are ``sizes``,
+    products may be in halves: a method that does so writes there what its direction has to be multiplied by.
     """
 
     hyper: Hyper
     steps: Sequence[int]
     alive: Tensor
-    whole: bool = False
     bc2: Tensor | None = None
     sizes: Sizes | None = None
 

@@ -1,6 +1,5 @@
 """The exponential filter of the gradient."""
 
-import torch
 from torch import Tensor
 
 from ..linalg import bias_correction, ema_, per_slot
@@ -21,12 +20,10 @@ def filter_gradient(state: State, grad: Tensor, ctx: Context) -> Tensor:
     beta1, beta3 = ctx.hyper.beta1, ctx.hyper.beta3
     if beta1 == 0:
         return grad
-    ahead = None if beta3 == beta1 else state["m"].to(grad.dtype).lerp(grad, 1 - beta3)
-    new = ema_(state["m"], grad, (ctx.whole or ctx.alive) * (1 - beta1))
-    g_bar = new if ahead is None else ahead
-    if not ctx.hyper.bias_correction:
-        return g_bar
-    return torch.div(g_bar, per_slot(filter_correction(ctx), g_bar), out=ahead)
+    old = None if beta3 == beta1 else state["m"].to(grad.dtype).lerp(grad, 1 - beta3)
+    new = ema_(state["m"], grad, ctx.alive * (1 - beta1))
+    g_bar = new if old is None else old
+    return g_bar / per_slot(filter_correction(ctx), g_bar) if ctx.hyper.bias_correction else g_bar
 
 
 def refiltered(state: State, grad: Tensor, ctx: Context) -> Tensor:

@@ -75,9 +75,8 @@ class _SecondMoment(Graft):
 
     def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
         v = state["v"].to(u.dtype)
-        root = (v / per_slot(self.correction(ctx), v)).sqrt_().add_(ctx.hyper.graft_eps)
-        # Plus 0, or NaN for an infinite moment: the quotient is 0 there, and nobody would see it.
-        return (u / root).add_(root.sub_(root))
+        found = u / (v / per_slot(self.correction(ctx), v)).sqrt_().add_(ctx.hyper.graft_eps)
+        return torch.where(v < torch.inf, found, torch.nan)  # not 0, or nobody would see that the moment is not finite
 
 
 @final
@@ -103,7 +102,7 @@ class _Average(_SecondMoment):
         return hyper.graft_beta2, 1 - hyper.graft_beta2
 
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
-        ema_(state["v"], grad.square(), (ctx.whole or ctx.alive) * (1 - ctx.hyper.graft_beta2))
+        ema_(state["v"], grad.square(), ctx.alive * (1 - ctx.hyper.graft_beta2))
 
 
 @final

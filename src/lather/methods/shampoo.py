@@ -98,10 +98,10 @@ class Kronecker(Method):
             x, scale = self.factor_input(state, grad, i)
             found = gram(x, i, scale) if is_full(state, i) else gram_diagonal(x, i, scale)
             new[f"L{i}"] = pack(found) if is_packed(state[f"L{i}"]) else found
-        takes, alive, beta2 = None, ctx.whole or ctx.alive, ctx.hyper.beta2
+        takes, alive, beta2 = None, ctx.alive, ctx.hyper.beta2
         if self.judges:
             takes = torch.stack([all_finite(value) for value in new.values()]).all(0)
-            new, alive = {k: torch.where(per_slot(takes, value), value, 0) for k, value in new.items()}, ctx.alive * takes
+            new, alive = {k: torch.where(per_slot(takes, value), value, 0) for k, value in new.items()}, alive * takes
         for role, value in new.items():
             if beta2 == 1:
                 state[role].add_(value)  # slots that are not alive have a zero gradient
@@ -140,8 +140,8 @@ class Kronecker(Method):
         """
         ridge = roots.Relative(hyper.eps) if hyper.relative_damping else hyper.eps
         root = roots.rescue(a, e, ridge, warm) if exact else roots.solve(solver, a, e, ridge, warm)
-        seen = a.diagonal(dim1=1, dim2=2).any(1)
-        root.value[:, 0, 0].masked_fill_(~seen, -1.0)  # a zero factor says nothing, and has no root
+        first = root.value[:, 0, 0]
+        first.copy_(torch.where(a.diagonal(dim1=1, dim2=2).any(1), first, -1.0))  # a zero factor says nothing, and has no root
         return {"X": root.value, **warm}, root.ok
 
     def put(self, state: State, index: Index, new: Mapping[int, Tensor], ok: Tensor, hyper: Hyper) -> None:

@@ -109,7 +109,7 @@ class Soap(Kronecker):
         elif beta2 == 1:
             state["w"].add_(g.square())
         else:
-            ema_(state["w"], g.square(), (ctx.whole or ctx.alive) * (1 - beta2))
+            ema_(state["w"], g.square(), ctx.alive * (1 - beta2))
 
     def fit(self, a: Tensor, made: Tensor, e: float, hyper: Hyper) -> tuple[Tensor, Tensor]:
         """The condition number of factors by their diagonals in the bases, and the part of them off those diagonals."""

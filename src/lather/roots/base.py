@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..linalg import all_finite, eye_like, full_precision, relative_ridge
+from ..linalg import all_finite, eye_like, full_precision, per_slot, relative_ridge
 
 MOST = 1000  # rounds of any iteration. All of them always run, so a larger number is a mistake that looks like a hang.
 FINEST = 1e-16  # the least part of the largest eigenvalue that options may ask for; float64 resolves no less
@@ -128,3 +128,9 @@ def settle(value: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
     """Mark values [n, d, d] that are not finite as not ok, and set values that are not ok to the identity."""
     ok = ok & all_finite(value)
     return torch.where(ok[:, None, None], value, eye_like(value)), ok
+
+
+def lift(values: Tensor, scale: Tensor, eps: float | Tensor) -> Tensor:
+    """`x - min(x_min, 0) + eps` in float64, `x = values [n, d] * scale [n, 1, 1]`. A factor's negative eigenvalues are rounding."""
+    x = values.double() * scale.squeeze(-1).double()
+    return x - x.amin(1, keepdim=True).clamp(max=0.0) + per_slot(eps, x)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from ..linalg import eye_like, factorize, gram, lift, normalize, norms, power, probe, product, ridge_of_size, symmetrize
-from .base import Basis, EigenSolver, Relative, Ridge, Root, RootSolver, absolute, settle
+from ..linalg import eye_like, factorize, normalize, norms, power, probe, product, ridge_of_size, symmetrize
+from .base import Basis, EigenSolver, Relative, Ridge, Root, RootSolver, absolute, lift, settle
 
 WORKERS = 8  # threads, each with a stream; one matrix leaves most of a GPU idle
 RESOLVED = 1e-5  # the least part of a factor's size that a ridge has to be for float32
@@ -38,22 +38,18 @@ class Eigh(EigenSolver):
     def flops(self, d: int) -> float:
         return 11.0 * d**3  # decomposition 9, root 2
 
-    def sees_what_is_not_finite(self, a: Tensor, e: float) -> bool:
-        return True  # a factor's in its size, a root's in its eigenvalues
-
     def _root(self, a: Tensor, e: float, eps: Ridge, state: dict[str, Tensor]) -> Root:
-        q, values, ok, residual = decompose(_working(a, eps))
+        work, scale = normalize(_working(a, eps))
+        q, values, ok, residual = decompose(work)
         if isinstance(eps, Relative):
-            eps = ridge_of_size(torch.linalg.vector_norm(values, 4, dim=1), eps.eps)
-        f = power(lift(values, eps), -e / 2)
-        half = q * f.to(q.dtype)[:, None, :]
-        ok = ok & (f.amax(1) < torch.finfo(a.dtype).max ** 0.5)
-        return Root(symmetrize(gram(half, 0)).to(a.dtype), ok, residual.to(a.dtype))
+            eps = ridge_of_size(torch.linalg.vector_norm(values.double() * scale.squeeze(-1), 4, dim=1), eps.eps)
+        f = power(lift(values, scale, eps), -e).to(work.dtype)
+        return Root(symmetrize(product(q * f[:, None, :], q.mT)).to(a.dtype), ok, residual.to(a.dtype))
 
     def _basis(self, a: Tensor, state: dict[str, Tensor]) -> Basis:
-        q, values, ok, residual = decompose(_working(a))
-        vectors = torch.where(ok[:, None, None], q.flip(-1).to(a.dtype), eye_like(a))
-        return Basis(vectors, values.flip(-1).to(a.dtype), ok, residual.to(a.dtype))
+        work, scale = normalize(_working(a))
+        q, values, ok, residual = decompose(work)
+        return Basis(q.to(a.dtype), (values * scale.squeeze(-1)).to(a.dtype), ok, residual.to(a.dtype))
 
 
 def _working(a: Tensor, eps: Ridge | None = None) -> Tensor:
@@ -65,22 +61,13 @@ def _working(a: Tensor, eps: Ridge | None = None) -> Tensor:
 
 
 def decompose(a: Tensor) -> Basis:
-    """Eigenbasis of `a` [n, d, d] with ascending values in float64. Slots that are not finite are not ok, and cost nothing.
-
-    Slots that float32 solves badly are solved again in float64.
-    """
+    """Eigenbasis of normalised, finite `a` [n, d, d]. Slots that float32 solves badly are solved again in float64."""
     bound = 32 * torch.finfo(a.dtype).eps * a.shape[-1] ** 0.5  # about 30 times the usual error
-    a, scale = normalize(a)
-    lost = scale.isnan()
-    a.masked_fill_(lost, 0)  # LAPACK may never come back from NaN
-    found = _attempt(a, bound)
-    if a.dtype != torch.float64 and not found.ok.all():  # the host read
-        bad = (~found.ok).nonzero().squeeze(1)
-        again = _attempt(a[bad].double(), bound)
-        found = Basis(*(old.index_copy(0, bad, new.to(old.dtype)) for old, new in zip(found, again, strict=True)))
-    lost = lost.flatten()
-    values = found.values.double() * scale.squeeze(-1)
-    return Basis(found.vectors, values, found.ok & ~lost, found.residual.masked_fill(lost, torch.inf))
+    first = _attempt(a, bound)
+    if a.dtype == torch.float64 or not len(bad := (~first.ok).nonzero().squeeze(1)):  # the host read
+        return first
+    again = _attempt(a[bad].double(), bound)
+    return Basis(*(old.index_copy(0, bad, new.to(old.dtype)) for old, new in zip(first, again, strict=True)))
 
 
 def _attempt(a: Tensor, bound: float) -> Basis:
@@ -91,21 +78,20 @@ def _attempt(a: Tensor, bound: float) -> Basis:
     values, q = _eigh(a)
     z = probe(a)
     y = product(q.mT, z)
-    both = product(q, torch.cat([values[:, :, None] * y, y], 2))
-    residual = norms(both[:, :, :1] - product(a, z)) / norms(a).clamp_(min=1.0)  # a is 0 or has norm >= 1
-    skew = norms(both[:, :, 1:] - z) / a.shape[-1] ** 0.5
+    residual = norms(product(q, values[:, :, None] * y) - product(a, z)) / norms(a).clamp(min=1.0)  # a is 0 or has norm >= 1
+    skew = norms(product(q, y) - z) / a.shape[-1] ** 0.5
     return Basis(q, values, (residual <= bound) & (skew <= bound), residual)
 
 
 def _eigh(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Values (ascending) and vectors. If one matrix fails, the batched call fails, and each matrix is solved alone."""
+    """Values (descending) and vectors. If one matrix fails, the batched call fails, and each matrix is solved alone."""
     try:
         many = a.is_cuda and len(a) > 1 and a.shape[-1] > SMALL
         values, q = _on_streams(a) if many else factorize(torch.linalg.eigh, a)
     except LinAlgError:
         pairs = [_eigh_alone(a[i : i + 1]) for i in range(len(a))]
         values, q = (torch.cat(part) for part in zip(*pairs, strict=True))
-    return values, q
+    return values.flip(-1), q.flip(-1)
 
 
 def _on_streams(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,14 +124,14 @@ def _workers(device: torch.device) -> tuple[ThreadPoolExecutor, list[Any]]:
 
 
 def _eigh_alone(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Values (ascending) and vectors of one matrix [1, d, d]; zeros, which are no basis, if it fails."""
+    """Values (ascending) and vectors of one matrix [1, d, d]; NaN if it fails."""
     for shift in (0.0, 2.0**-10):  # LAPACK fails on some factors with many zero rows, but not on the same factors off zero
         try:
             values, q = torch.linalg.eigh(a + shift * eye_like(a))
             return values - shift, q
         except LinAlgError:
             continue
-    return torch.zeros_like(a[..., 0]), torch.zeros_like(a)
+    return torch.full_like(a[..., 0], torch.nan), torch.full_like(a, torch.nan)
 
 
 def solve(solver: RootSolver, a: Tensor, e: float, eps: Ridge, state: dict[str, Tensor]) -> Root:
@@ -167,7 +153,7 @@ def solve(solver: RootSolver, a: Tensor, e: float, eps: Ridge, state: dict[str, 
 def rescue(a: Tensor, e: float, eps: Ridge, state: dict[str, Tensor]) -> Root:
     """Roots by eigh in float64. A basis `"Q"` in `state`, the warm start of the solver that gave up, is replaced too."""
     basis = Eigh().basis(symmetrize(a.double()), {})
-    values = lift(basis.values, absolute(a, eps))
+    values = lift(basis.values, torch.ones_like(basis.values[:, :1, None]), absolute(a, eps))
     value = symmetrize(product(basis.vectors * power(values, -e)[:, None, :], basis.vectors.mT))
     value, ok = settle(value.to(a.dtype), basis.ok)
     if "Q" in state:

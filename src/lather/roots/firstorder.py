@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..linalg import lift, per_slot, power, product, symmetrize
+from ..linalg import per_slot, power, product, symmetrize
+from .base import lift
 
 CAP = 0.5  # largest entry of a correction
 FLOOR = 4.0  # an eigenvalue below this many roundings of the largest is not resolved
@@ -40,7 +41,7 @@ def first_order(q: Tensor, s: Tensor, scale: Tensor, e: float, eps: float | Tens
     `E_ij = f[lambda_i, lambda_j] S_ij / sqrt(f_i f_j)`, so `Q diag(f)^(1/2) (I + E) diag(f)^(1/2) Q^T` is the formula of
     Daleckii and Krein. `Z Z^T` equals it to first order, and is positive semi-definite for every `E`.
     """
-    values = lift(diagonal(s).double() * scale.squeeze(-1), eps)
+    values = lift(diagonal(s), scale, eps)
     y = q * power(values, -e / 2).to(q.dtype)[:, None, :]
     z = y + product(y, correction(values, coupling(s, per_slot(eps, s) / scale), e) / 2)
     return symmetrize(product(z, z.mT))

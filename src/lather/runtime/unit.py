@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..compute.executor import Executor, Job
 from ..compute.slices import BoundSlice, SliceId
-from ..linalg import products_in, without_autocast
+from ..linalg import products_in
 from ..planning.messages import SCALE
 from ..storage.buffers import FlatBuffer, Pieces, Scratch, ScratchKey, Span
 from ..storage.step import Step
@@ -159,8 +159,6 @@ class Unit:
 
     def _record(self, executor: Executor[Any], job: Job, step: Step) -> None:
         """Record what an executor did."""
-        if self.inbound:
-            self.arrivals[executor.slices[0].id].save()  # the executor may have written to the stacks
         for part, (first, last) in zip(executor.slices, pairwise(executor.firsts), strict=True):
             look = self.looks.get(part.id)
             grads = look.read(step, executor.device).view(-1, *part.key.shape) if look else self.stacks[part.id]
@@ -183,7 +181,8 @@ class Unit:
 def _scope(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:
     """Makes the device current, because kernels are launched there, turns autocast off, and sets the precision of products."""
     scope = ExitStack()
-    scope.enter_context(without_autocast(device.type))
+    if torch.is_autocast_enabled(device.type):
+        scope.enter_context(torch.autocast(device.type, enabled=False))
     if device.type == "cuda":
         scope.enter_context(torch.cuda.device(device))
     if precision is not None:
