@@ -115,7 +115,7 @@ class Settings:
         """Everything that plan, banks, buffers and units depend on."""
         hyper = self.hyper
         there = hyper.beta1 > 0, hyper.looks_ahead, self.elementwise_hyper.looks_ahead, self.momentum > 0, hyper.refresh_delay > 0
-        how = self.decay_mode == "l2", self.maximize, self.raise_on_nonfinite, self.wire_dtype
+        how = self.rate_on_device, self.decay_mode == "l2", self.maximize, self.raise_on_nonfinite, self.wire_dtype
         return (*there, *how, *self.structure, hyper.root, hyper.root_device, hyper.exponent, hyper.exponent_multiplier)
 
 

@@ -210,7 +210,7 @@ def make_claim(run: Run, world: Ranks, ranks: Ranks, given: Mapping[str, Any]) -
     groups = sorted({plan.specs[i].group for i in mine})
     facts = {PLAN: MADE} | {name: str(value) for name, value in given.items()}
     facts |= {f"{PARAMETER} {k}": f"{plan.specs[i].name} {describe(params[i])}" for k, i in enumerate(mine)}
-    facts |= {f"packed factors of param group {g}": str(_packs(plan, g)) for g in groups}  # which depends on the device
+    facts |= {f"packed factors of param group {g}": str(_packs(plan, g, mine)) for g in groups}  # which depends on the device
     schedule: dict[int, int] = {}
     for g in groups:
         if repeated and plan.settings[g].staggered:
@@ -222,8 +222,8 @@ def make_claim(run: Run, world: Ranks, ranks: Ranks, given: Mapping[str, Any]) -
     return Claim(mine, groups, facts, owners)
 
 
-def _packs(plan: Plan, group: int) -> list[bool]:
-    return sorted({plan.settings[group].packs(spec.device) for spec in plan.specs if spec.group == group})
+def _packs(plan: Plan, group: int, params: Iterable[int]) -> list[bool]:
+    return sorted({plan.settings[group].packs(plan.specs[i].device) for i in params if plan.specs[i].group == group})
 
 
 def _rate(lr: Any, read: bool) -> str:

@@ -198,9 +198,9 @@ class UnitPlan:
                 yield self._stack_key(key), sum(part.flat_numel for part in parts)
 
     def spare(self) -> Iterator[tuple[ScratchKey, int]]:
-        """What it needs if kernels turn out not to cover the parameters. It is allocated then."""
+        """What it needs if kernels turn out not to cover the parameters, too. It is allocated then."""
         for span in (span for some in self.receives for span in some):
-            yield from ((key, span.numel) for key in self._writing(span.key).values())
+            yield from ((key, span.numel) for key in self._sparing(span.key).values())
 
     def _sending(self, span: SpanKey) -> dict[str, ScratchKey]:
         """The buffers through which gradients go into messages: none, if they travel as they are."""
@@ -219,6 +219,11 @@ class UnitPlan:
         if not moves_in_place(span.device, span.dtype, self.plan.settings[span.group]):
             return found
         return {"directions": found["directions"]} if self.transport.outbound == SCALED else {}
+
+    def _sparing(self, span: SpanKey) -> dict[str, ScratchKey]:
+        """The same, and what torch would need in the kernels' place. That has other names, so it takes no memory before."""
+        apart = {role: (f"spare {role}", device, dtype) for role, (_, device, dtype) in self._writing(span).items()}
+        return apart | self._receiving(span)
 
     def _writing(self, span: SpanKey) -> dict[str, ScratchKey]:
         """The buffers that parameters are moved in."""
@@ -283,7 +288,7 @@ class UnitPlan:
                 ordered=FlatBuffer(chunks, messages, {"messages": messages}),
                 swap=_swap(trip, messages, comm) if trip.swap else None,
                 gather=_gather(trip, messages, sharers) if trip.part else None,
-                receives=tuple(Pieces(span, self._writing(span.key), scratch, messages) for span in some),
+                receives=tuple(Pieces(span, self._sparing(span.key), scratch, messages) for span in some),
             )
 
     def _stacks(self, scratch: Scratch) -> dict[SliceId, Tensor]:

@@ -36,11 +36,11 @@ class Fact(NamedTuple):
 
 @final
 class Located(dict[Any, Tensor]):
-    """Tensors that stay where they are as long as this exists. All copies share one look at them."""
+    """Tensors that stay where they are as long as this exists. All copies share one look at them, so none is added later."""
 
     @cached_property
     def facts(self) -> dict[Any, Fact]:
-        """They keep no memory alive."""
+        """What copies need to know of each. It keeps no memory alive."""
         looks = (Tensor.data_ptr, Tensor.stride, attrgetter("dtype"), Tensor.is_neg)
         return dict(zip(self, map(Fact, *(map(look, self.values()) for look in looks)), strict=True))
 
@@ -93,7 +93,7 @@ class KernelCopies:
     def run(self, given: Mapping[Any, Tensor], only: Collection[Any] | None = None) -> bool:
         """Copy all tensors, or some, unless their dtypes differ or are not covered. If one is missing, its part of the buffer
         becomes zero. In a usual step all are there, nothing but addresses is new, and no loop is over grids. For tensors that
-        are located there is none at all."""
+        are located there is no loop at all."""
         if not self._find(given, only):
             return False
         self._launch("copy")
