@@ -135,7 +135,7 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
         for into in (True, False)[: 2 if other.is_floating_point else 1]:
             KernelCopies(grids, flat, [0], into_flat=into).run({0: torch.zeros(512, dtype=other)})
     moving, to = Moving(1.0, 0.1, 0.9, 1.0, True), {0: torch.zeros(512)}
-    KernelCopies(grids, torch.zeros(999), [0], into_flat=False).move(to, {0: torch.zeros(512)}, moving, None)
+    KernelCopies(grids, torch.zeros(999), [0], into_flat=False).move(to, {0: torch.zeros(512)}, moving)
     assert in_vectors == 6 * [True, False]
     assert seen == {
         name

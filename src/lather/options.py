@@ -397,7 +397,7 @@ def hint(name: str, also: Iterable[str] = (), *, sure: bool = False) -> str:
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
-    """The known name that is most like this one, or has it as a word; None if there is none."""
+    """The known name that is most like this one, or has it as a word; None if no name is."""
     known = list(known)
     words = [each for each in known if name in each.split("_")] if cutoff < 0.85 else []
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff) or words), None)

@@ -67,28 +67,28 @@ def test_it_moves_as_torch_does(dtype, momentum, nesterov, decay, wire):
     expected = by_torch(grids, tensors, momenta, p.float(), settings, decay)
     mover = KernelCopies(coalesce(grids), p, list(tensors), into_flat=False)
     numbers = Moving(LR, decay, settings.momentum, 1 - settings.dampening, settings.nesterov)
-    assert mover.move(tensors, momenta if momentum else None, numbers, None)
+    assert mover.move(tensors, momenta if momentum else None, numbers)
     for i in tensors:
         torch.testing.assert_close(tensors[i], expected[0][i], rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
         if momentum:
             torch.testing.assert_close(momenta[i], expected[1][i], rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
-def test_some_of_them_move():
-    a, b, p = torch.zeros(8), torch.zeros(8), torch.ones(16)
+def test_one_that_is_missing_is_left_out():
+    b, p = torch.zeros(8), torch.cat([torch.full((8,), 2.0), torch.ones(8)])
     grids, _ = cut(0, 0, (8,), random.Random(1))
     mover = KernelCopies([*grids, *(replace(grid, key=1, offset=grid.offset + 8) for grid in grids)], p, [0, 1], into_flat=False)
-    assert mover.move({0: a, 1: b}, None, Moving(1.0, 0.0, 0.0, 1.0, False), {1})
-    assert a.eq(0).all() and b.eq(-1).any()
+    assert mover.move({1: b}, None, Moving(1.0, 0.0, 0.0, 1.0, False))
+    assert b.eq(-1).any() and not b.eq(-2).any()  # its own directions, not those of the other
 
 
 def test_what_it_does_not_do_is_left_to_torch():
     w, p, numbers = torch.zeros(8), torch.ones(8), Moving(1.0, 0.0, 0.9, 1.0, False)
     grids, _ = cut(0, 0, (8,), random.Random(1))
     mover = KernelCopies(grids, p, [0], into_flat=False)
-    assert not mover.move({0: w.double()}, None, numbers, None)
-    assert not mover.move({0: w}, {0: w.bfloat16()}, numbers, None)
-    assert not mover.move({0: w}, {0: torch.zeros(16)[::2]}, numbers, None)
+    assert not mover.move({0: w.double()}, None, numbers)
+    assert not mover.move({0: w}, {0: w.bfloat16()}, numbers)
+    assert not mover.move({0: w}, {0: torch.zeros(16)[::2]}, numbers)
     for other in (p.to(torch.int8), p.double()):
-        assert not KernelCopies(grids, other, [0], into_flat=False).move({0: w}, None, numbers, None)
+        assert not KernelCopies(grids, other, [0], into_flat=False).move({0: w}, None, numbers)
     assert w.eq(0).all()

@@ -149,8 +149,8 @@ def average(
     ``partial[tile]`` becomes the sum of squares of the graft's direction, ``plain`` the gradient (``PLAIN``). The filtered gradient
     is the new ``m``. If it ``LOOKS_AHEAD`` it is another mixture of ``m`` and ``g``, or ``m`` before it is rounded to the dtype
     that it is ``KEPT`` in, and goes into ``filtered``. ``norms[tile]``, if asked for, becomes its norm within the tile. The scaled
-    gradient goes into halves: ``HALVES`` says how many numbers of 16 bits, and low halves lie ``plane``
-    elements behind high ones. A slot that is not alive keeps its state, and its gradient counts as zero.
+    gradient goes into halves: ``HALVES`` says how many numbers of 16 bits, and low halves lie ``plane`` elements behind high ones.
+    A slot that is not alive keeps its state, and its gradient counts as zero.
     """
     row = tiles + tl.program_id(0) * TILE_WIDTH
     slot = tl.load(row + SLOT)

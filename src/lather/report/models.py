@@ -24,7 +24,7 @@ Shapes = dict[str, tuple[int, ...]]
 def load(text: str) -> nn.Module | Shapes:
     """The model that a text names: a table, ``module:function``, a folder with ``config.json``, or shapes such as ``w=64x32,b=64``.
 
-    Raises ValueError if there is none.
+    Raises ValueError for any other text.
 
     >>> load("w=64x32, b=64")
     {'w': (64, 32), 'b': (64,)}

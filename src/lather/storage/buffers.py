@@ -182,7 +182,8 @@ class Pieces:
     def _buffers(self) -> dict[str, FlatBuffer]:
         """By role. They are allocated when first needed, because kernels do without them."""
         grids = coalesce(self._span.grids)
-        return {role: FlatBuffer(grids, self._scratch.take(key, self._span.numel)) for role, key in self._keys.items()}
+        keys = ((role, key) for role, key in self._keys.items() if role != "directions")  # those come from messages
+        return {role: FlatBuffer(grids, self._scratch.take(key, self._span.numel)) for role, key in keys}
 
     def read(self, step: Step) -> Tensor:
         """The gradients as the mathematics sees them: flat, in the order of the span."""
@@ -213,7 +214,7 @@ class Pieces:
     def directions(self) -> Tensor:
         """The directions that messages brought: flat, in the order of the span."""
         flat = self._directions
-        if flat.data_ptr() == self._brought.flat.data_ptr():
+        if flat is self._brought.flat:
             self._brought.load()
         if self._span.scales:
             scales, (_, lengths) = self._scales.load().view(torch.float32).to(flat.dtype), self._elements

@@ -102,10 +102,10 @@ class KernelCopies:
             torch.autograd.graph.increment_version([given[key] for key, fact in there if fact])
         return True
 
-    def move(self, given: Mapping[Any, Tensor], momenta: Mapping[Any, Tensor] | None, numbers: Moving, only: Any = None) -> bool:
-        """Move parameters, or some of them, by the directions in the buffer, unless their dtypes or layouts are not covered.
-        ``only``: see :meth:`run`. The caller tells autograd."""
-        if not (self._flat.is_floating_point() and self._find(given, only, momenta)):
+    def move(self, given: Mapping[Any, Tensor], momenta: Mapping[Any, Tensor] | None, numbers: Moving) -> bool:
+        """Move parameters by the directions in the buffer, unless their dtypes or layouts are not covered. The caller tells
+        autograd."""
+        if not (self._flat.is_floating_point() and self._find(given, None, momenta)):
             return False
         self._launch("move", self._momenta[1], *numbers[:4], MOMENTUM=momenta is not None, NESTEROV=numbers.nesterov)
         return True
