@@ -18,9 +18,9 @@ from .background import Background
 from .graphs import side_by_side
 
 RESCUES = 4  # slots of a bank that may be sent to eigh in one step: on an accelerator each makes the host wait
-# Elements of factors that are refreshed at a time, which bounds the memory: a quarter of all, within these limits.
+# Elements of factors in a batch, which bounds the memory: a quarter of all, within these limits.
 SMALLEST, LARGEST = 1 << 23, 1 << 24
-PARTS = 2  # batches that a graph has side by side, if the solver asks for it; they share that memory
+PARTS = 2  # batches that a graph has side by side, if the solver asks for it
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def refresh(method: Kronecker, due: Sequence[Due], background: Background | None
     for parts, exact in ((easy, False), (hard, True)):
         jobs = [replace(job, slots=slots) for job, slots in zip(due, parts, strict=True) if slots]
         counts, left = [job.failed for job in jobs], [set(job.slots) for job in jobs]
-        batches = [partial(Batch, method, batch, exact) for batch in cut_into_batches(jobs, at_once)]
+        batches = [partial(Batch, method, batch, exact) for batch in cut_into_batches(jobs)]
         if background is None:
             side_by_side([partial(_make_and_do, batch, counts, left) for batch in batches], at_once)
         else:
@@ -108,11 +108,11 @@ def slot_size(job: Due) -> int:
     return max(1, sum(elements_of(job.state, i) for i in modes_of(job.state)))
 
 
-def cut_into_batches(due: Sequence[Due], at_once: int = 1) -> list[dict[int, Due]]:
-    """What is due, by its number, in batches of bounded size. ``at_once`` of them share the memory. A slot stays whole."""
+def cut_into_batches(due: Sequence[Due]) -> list[dict[int, Due]]:
+    """What is due, by its number, in batches of bounded size. A slot stays whole."""
     sizes = [slot_size(job) for job in due]
     everything = sum(size * len(job.ctx.alive) for size, job in zip(sizes, due, strict=True))
-    room = most = min(LARGEST, max(SMALLEST, everything // 4)) // at_once
+    room = most = min(LARGEST, max(SMALLEST, everything // 4))
     batches: list[dict[int, Due]] = [{}]
     for number, (size, job) in enumerate(zip(sizes, due, strict=True)):
         slots = list(job.slots)
