@@ -182,6 +182,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "kl@1+constant": {"preconditioner": "kl", "precondition_frequency": 1, "graft": "constant"},
     "shampoo+onesided": {"preconditioner": "one_sided_if_wide"} | WHOLE,
     "shampoo+onesided-all": {"preconditioner": "one_sided"} | WHOLE,
+    "shampoo+blockmean": {"preconditioner": "shampoo_by_torch", "graft": "block_mean"},
 }
 AROUND: dict[str, Idea] = {
     "shampoo+cautious": cautious,

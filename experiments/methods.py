@@ -14,8 +14,10 @@ from torch import Tensor
 
 from lather import roots
 from lather.linalg import ema_, first_of, mode_product, norms, per_slot, product, unpack
-from lather.methods import Context, Hyper, Kronecker, Method, Shampoo, Soap, Stack, State, refiltered, register
+from lather.methods import GRAFTS, Context, Hyper, Kronecker, Method, Shampoo, Soap, Stack, State, refiltered, register
+from lather.methods.grafts import Stateless
 from lather.methods.shampoo import factor_correction, factors_of, modes_of
+from lather.options import OPTIONS
 
 
 def orthogonal(u: Tensor, hyper: Hyper) -> Tensor:
@@ -139,11 +141,36 @@ class KLSoap(Soap):
         return product(q * powers[:, None, :], q.mT)
 
 
+class ByTorch(Shampoo):
+    """Shampoo as it is, for grafts that kernels do not know."""
+
+    name = "shampoo_by_torch"
+    kernels = "none"
+
+
+class BlockMean(Stateless):
+    """Adam with one second moment for a whole block, the mean of its squares (as Adam-mini has, arXiv 2406.16793).
+
+    Shampoo keeps that mean already: it is the trace of a factor, over the number of elements.
+    """
+
+    elementwise = "adam"
+    reads = frozenset({"graft_eps"})
+
+    def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
+        factor = factors_of(state, 0, slice(None), u.dtype)
+        trace = factor.diagonal(dim1=1, dim2=2).sum(1) / factor_correction(ctx)
+        return u / per_slot((trace / u[0].numel()).sqrt() + ctx.hyper.graft_eps, u)
+
+
 WIDE = 2.0  # a matrix with one side this many times the other
 
 
 def register_all() -> None:
     """Not on import: whoever reads the table of lather's methods finds its own alone."""
     ratios = {"one_sided": 1.0, "one_sided_if_wide": WIDE}
-    for method in (ShampooPolar(), SoapPolar(), NormalisedRows(), KLSoap(), *(OneSided(*pair) for pair in ratios.items())):
+    wide = (OneSided(*pair) for pair in ratios.items())
+    for method in (ShampooPolar(), SoapPolar(), NormalisedRows(), KLSoap(), ByTorch(), *wide):
         register(method)
+    GRAFTS["block_mean"] = BlockMean()
+    OPTIONS["graft"] = replace(OPTIONS["graft"], check=lambda name, value: value)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import lather
 from experiments import ideas, log, methods
-from lather.methods import METHODS
+from lather.methods import GRAFTS, METHODS
+from lather.options import OPTIONS
 
 pytestmark = pytest.mark.scripts
 
@@ -24,7 +25,7 @@ PLAIN: dict[str, Any] = {"lr": 0.01, "betas": (0.0, 0.9), "graft": None, "precon
 @pytest.fixture(autouse=True)
 def _methods() -> Iterator[None]:
     precision = torch.get_float32_matmul_precision()
-    with mock.patch.dict(METHODS):
+    with mock.patch.dict(METHODS), mock.patch.dict(GRAFTS), mock.patch.dict(OPTIONS):
         methods.register_all()
         yield
     torch.set_float32_matmul_precision(precision)
@@ -210,6 +211,19 @@ def test_klsoap_does_not_depend_on_the_size_of_gradients() -> None:
             opt.step()
         found.append((p.detach(), opt.state[p]["L0.0"] / size))
     torch.testing.assert_close(*found, rtol=2e-2, atol=1e-3)
+
+
+def test_one_second_moment_for_a_block() -> None:
+    """Of matrices. Vectors follow Adam."""
+    options = {"preconditioner": "shampoo_by_torch", "graft": "block_mean", "betas": (0.0, 0.9), "exponent": 0.5}
+    opt, params = optimizer((6, 4), (5,), **options)
+    step, vector = walk(opt, params, 3)
+    mean, squares = 0.0, torch.zeros(5)
+    for t in range(3):
+        g, h = random(6, 4, seed=1000 * t + 10), random(5, seed=1000 * t + 11)
+        mean, squares = 0.9 * mean + 0.1 * g.square().mean(), 0.9 * squares + 0.1 * h.square()
+    torch.testing.assert_close(step.norm(), 0.01 * g.norm() / (mean / (1 - 0.9**3)).sqrt(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(vector, 0.01 * h / (squares / (1 - 0.9**3)).sqrt(), rtol=1e-4, atol=1e-6)
 
 
 # All of them.

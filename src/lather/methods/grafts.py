@@ -27,7 +27,7 @@ class Graft(Transform):
         """What ``V`` is divided by."""
 
 
-class _Stateless(Graft):
+class Stateless(Graft):
     """Remembers nothing."""
 
     def rates(self, hyper: Hyper) -> None:
@@ -44,7 +44,7 @@ class _Stateless(Graft):
 
 
 @final
-class Sgd(_Stateless):
+class Sgd(Stateless):
     """The filtered gradient itself."""
 
     def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
@@ -52,7 +52,7 @@ class Sgd(_Stateless):
 
 
 @final
-class Constant(_Stateless):
+class Constant(Stateless):
     """The filtered gradient, scaled to a root mean square of 0.2 per element, which is about that of AdamW's steps."""
 
     rms = 0.2
