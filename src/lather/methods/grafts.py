@@ -75,8 +75,8 @@ class _SecondMoment(Graft):
 
     def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
         v = state["v"].to(u.dtype)
-        found = u / (v / per_slot(self.correction(ctx), v)).sqrt_().add_(ctx.hyper.graft_eps)
-        return torch.where(v < torch.inf, found, torch.nan)  # not 0, or nobody would see that the moment is not finite
+        root = (v / per_slot(self.correction(ctx), v)).sqrt_().add_(ctx.hyper.graft_eps)
+        return (u / root).add_(root.sub_(root))  # NaN where the moment is infinite: the quotient is 0, and nobody would see it
 
 
 @final

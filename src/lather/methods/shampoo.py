@@ -98,15 +98,16 @@ class Kronecker(Method):
             x, scale = self.factor_input(state, grad, i)
             found = gram(x, i, scale) if is_full(state, i) else gram_diagonal(x, i, scale)
             new[f"L{i}"] = pack(found) if is_packed(state[f"L{i}"]) else found
-        takes, alive, beta2 = None, ctx.alive, ctx.hyper.beta2
+        takes, beta2 = None, ctx.hyper.beta2
+        weight = ctx.alive * (1 - beta2)
         if self.judges:
             takes = torch.stack([all_finite(value) for value in new.values()]).all(0)
-            new, alive = {k: torch.where(per_slot(takes, value), value, 0) for k, value in new.items()}, alive * takes
+            new, weight = {k: torch.where(per_slot(takes, value), value, 0) for k, value in new.items()}, weight * takes
         for role, value in new.items():
             if beta2 == 1:
                 state[role].add_(value)  # slots that are not alive have a zero gradient
             else:
-                ema_(state[role], value, alive * (1 - beta2))
+                ema_(state[role], value, weight)
         return takes
 
     def ready(self, state: State) -> Tensor:

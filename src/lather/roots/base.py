@@ -73,7 +73,7 @@ class RootSolver(ABC):
             if isinstance(eps, Tensor):
                 finite = finite & torch.isfinite(eps)
                 eps = torch.where(finite, eps, 1.0).to(a.dtype)
-            root = self._root(torch.where(finite[:, None, None], a, eye_like(a)), e, eps, state)
+            root = self._root(torch.where(finite[:, None, None], a, 0), e, eps, state)
             value, ok = settle(root.value, root.ok & finite)
             return Root(value, ok, root.residual.masked_fill(~finite, torch.inf))
 
@@ -104,7 +104,7 @@ class EigenSolver(RootSolver):
                 vectors, values, ok, residual = self._basis(a, state)
                 return Basis(vectors, torch.where(ok[:, None], values, 1.0), ok, residual)
             finite = all_finite(a)
-            vectors, values, ok, residual = self._basis(torch.where(finite[:, None, None], a, eye_like(a)), state)
+            vectors, values, ok, residual = self._basis(torch.where(finite[:, None, None], a, 0), state)
             vectors, ok = settle(vectors, ok & finite & all_finite(values))
             return Basis(vectors, torch.where(ok[:, None], values, 1.0), ok, residual.masked_fill(~finite, torch.inf))
 
