@@ -324,7 +324,8 @@ def normalize(a: Tensor, floor: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
 
     Division by ``c`` is exact. Afterwards squares neither overflow nor vanish.
     """
-    size = a.abs().amax((1, 2), keepdim=True).clamp(min=floor)  # on a CPU 17 times as fast as the norm of largest entries
+    largest = torch.maximum(a.amax((1, 2), keepdim=True), a.amin((1, 2), keepdim=True).neg())  # faster than a norm on a CPU
+    size = largest.clamp(min=floor)
     c = torch.where(size > 0, size / (2 * torch.frexp(size).mantissa), 1.0)  # exact down to denormals, unlike ldexp, a float pow
     return a / c, c
 
