@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import roots
-from ..linalg import is_packed, pack, per_slot, positions, power
+from ..linalg import is_packed, pack, per_slot, positions, power, symmetrize
 from ..methods import Context, Kronecker, State
 from ..methods.shampoo import elements_of, factor_correction, factors_of, index_of, is_full, modes_of, refreshed, ridge_of, write
 from .background import Background
@@ -187,6 +187,7 @@ def _solve(method: Kronecker, sides: Sequence[_Side], exact: bool) -> None:
     """What a refresh makes of factors of one size, from the warm start if the solver has one."""
     e, solver = sides[0].e, sides[0].job.solver
     a = _joined([side.a.to(side.device) for side in sides])
+    a = a if solver.sees_what_is_not_finite(a, e) else symmetrize(a)
     roles = solver.init(0, a.shape[-1], a.dtype, a.device)
     warm = {role: _joined([side.warm(role) for side in sides]) for role in roles}
     fresh, fine = method.solve(solver, a, e, sides[0].hyper, warm, exact)

@@ -58,7 +58,6 @@ class Coupled(RootSolver):
     def _root(self, a: Tensor, e: float, eps: float | Tensor, state: dict[str, Tensor]) -> Root:
         ratio, eps = fraction(e), per_slot(eps, a)
         a, scale = normalize(a, floor=eps)
-        a = symmetrize(a)  # an iteration may amplify a skew part
         # ||A^2||_F^(1/2) >= lambda_max is a tighter bound than ||A||_F; 1.01 covers its rounding.
         z = 1.01 * torch.linalg.vector_norm(product(a, a), dim=(1, 2), keepdim=True).sqrt()
         ridge = torch.maximum(eps / scale, self.relative_eps * z)

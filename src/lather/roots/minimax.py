@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import linalg
-from ..linalg import SMALLEST_RIDGE, eye_like, normalize, per_slot, power, symmetrize
+from ..linalg import SMALLEST_RIDGE, eye_like, normalize, per_slot, power
 from .base import FINEST, Relative, Ridge, Root, RootSolver
 from .coupled import fraction, series
 from .products import PROBES, begin, decode, encode, is_in_halves, product, residual
@@ -120,7 +120,6 @@ class Minimax(RootSolver):
         eps, p = per_slot(eps, a), ratio.denominator
         exact = max(1, self.exact_steps(p, a.shape[-1])) if is_in_halves(a) else len(self.steps(p))
         a, scale = normalize(a, floor=eps)
-        a = symmetrize(a)  # as in coupled iterations
         eye, square = eye_like(a), product(a, a)
         z = MARGIN * torch.linalg.vector_norm(square, dim=(1, 2), keepdim=True).sqrt()
         ridge = torch.maximum(eps / scale, self.relative_eps * z)
