@@ -165,7 +165,7 @@ def _convert_seldom(semantic: Any, core: Any, handle: Any, dtype_of: Callable[[A
         if len(given) < 3:
             if x.__class__ is y.__class__ is core.tensor:
                 name = y.dtype.name
-                if name in known and x.dtype.name == name or name in whole and given and x.dtype.__class__ is core.pointer_type:
+                if (name in known and x.dtype.name == name) or (name in whole and given and x.dtype.__class__ is core.pointer_type):
                     return self.broadcast_impl_value(x, y)
             elif holds(x, y):
                 return x, filled(y, x.type)
