@@ -11,6 +11,7 @@ from distributed.harness import Pool
 
 # Read when the libraries are imported: nothing is fetched, and nothing reported.
 os.environ.update({"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"})
+collect_ignore = ["cases.py"]  # for doctests it would be imported, and all trainers with it
 PRELOAD = ["transformers.trainer", "peft", "lightning.pytorch", "accelerate"]
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from . import cases
+from . import cases, harness
 from .cases import LAYOUTS, MANY, Case
 from .harness import Failed, Hang, Pool, Pools
 
@@ -31,8 +31,9 @@ def wait_for_the_failed() -> None:
     dist.barrier()
 
 
-def test_failures_and_hangs() -> None:
+def test_failures_and_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """One pool, in the order of the damage done."""
+    monkeypatch.setattr(harness, "GRACE", 1.0)
     pool = Pool(2)
     try:
         assert pool.run(rank_plus, 5) == [5, 6]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -45,9 +46,13 @@ def by_torch(grids, tensors, momenta, p, settings, decay, _):
     return tensors, momenta
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
-@pytest.mark.parametrize(("decay", "wire"), [(0.0, torch.float32), (0.1, torch.float32), (0.1, torch.bfloat16)])
+MOMENTA = [(0.0, False), (0.9, False), (0.9, True)]
+RATES = [(0.0, torch.float32), (0.1, torch.float32), (0.1, torch.bfloat16)]
+# Parameters of both dtypes take turns: each with all momenta, and with all rates.
+ROWS = [((torch.float32, torch.bfloat16)[i % 2], *m, *r) for i, (m, r) in enumerate(product(MOMENTA, RATES))]
+
+
+@pytest.mark.parametrize(("dtype", "momentum", "nesterov", "decay", "wire"), ROWS)
 def test_it_moves_as_torch_does(dtype, momentum, nesterov, decay, wire):
     """In any layout, by directions as they travel, also where directions, parameters or momenta are not finite."""
     torch.manual_seed(0)

@@ -96,8 +96,10 @@ SHAPES = [(5, 9), (9, 5), (7, 7), (64, 200), (130, 70), (1, 33)]
 WAYS = [lather.NewtonSchulz(), lather.PolarExpress(), lather.NewtonSchulz(eps=1e-7, steps=2)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("way", WAYS, ids=str)
+# Small matrices, wide ones and tall ones, each with two ways.
+@pytest.mark.parametrize(
+    ("way", "shape"), [(WAYS[(i + j) % 3], shape) for i, shape in enumerate(SHAPES) for j in range(2)], ids=str
+)
 def test_agrees_with_float32(way, shape, monkeypatch):
     g = matrices(2, *shape)
     found = way(g, 0.5)
@@ -130,8 +132,7 @@ def test_a_stack_is_its_slots(shape):
     assert torch.equal(way(strided), together)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
-@pytest.mark.parametrize("shape", [(9, 5), (64, 100)], ids=str)
+@pytest.mark.parametrize(("shape", "bad"), [((9, 5), math.nan), ((9, 5), 0.0), ((64, 100), math.inf), ((64, 100), 0.0)], ids=str)
 def test_slots_that_are_zero_or_not_finite_stay_alone(bad, shape):
     way, g = lather.NewtonSchulz(), torch.randn(3, *shape)
     clean = way(g)
