@@ -58,7 +58,7 @@ def _hurry() -> None:
 
     It puts its functions into triton.language at every call of a function of a kernel: here once, to stay. It looks for
     integers that overflow, which so small numbers do not. What there is to know of a dtype or a shape it works out again for
-    every value, and for every operation what its operands have in common.
+    every value.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -78,10 +78,8 @@ def _hurry() -> None:
 
     interpreter._get_np_dtype = found
     interpreter._convert_float = _rounded
-    interpreter.TensorHandle.__init__ = _handle
     _remember_types(tl.core)
     _broadcast_seldom(type(interpreter.interpreter_semantic))
-    _convert_seldom(type(interpreter.interpreter_semantic), tl.core, interpreter.TensorHandle, found)
 
 
 def _rounded(values: np.ndarray, source: Any, to: Any, mode: Any) -> np.ndarray:
@@ -108,7 +106,7 @@ def _remember_types(core: Any) -> None:
     """One object for each type of blocks, and one for each shape of values."""
     make, unwrap = core.block_type.__init__, core._unwrap_if_constexpr
     types, shapes, scalar = dict[Any, Any](), dict[Any, Any](), (core.tuple([]), core.constexpr(1))
-    plain = {core.tensor, core.dtype, core.pointer_type, core.block_type, int, float, bool, str, type(None)}
+    plain = {core.tensor, int, float, bool, str, type(None)}
 
     def new(cls: Any, element: Any, shape: Any) -> Any:
         key = (element.name, *[n.value if n.__class__ is core.constexpr else n for n in shape])
@@ -126,54 +124,12 @@ def _remember_types(core: Any) -> None:
     core.block_type.__new__, core.block_type.__init__ = new, lambda self, element, shape: None
     core.tensor.__init__ = fill
     core._unwrap_if_constexpr = lambda x: x if x.__class__ in plain else unwrap(x)
-    for kind in (core.dtype, core.pointer_type, core.block_type):
-        _equal_to_itself(kind)
-
-
-def _equal_to_itself(kind: Any) -> None:
-    equal = kind.__eq__
-    kind.__eq__ = lambda self, other: self is other or equal(self, other)
-
-
-def _handle(self: Any, data: np.ndarray, dtype: Any, attr: dict[str, Any] | None = None) -> None:
-    """Without a look at the size of its numbers."""
-    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
 
 def _broadcast_seldom(semantic: Any) -> None:
     """Not where both have one shape."""
     broadcast = semantic.broadcast_impl_value
     semantic.broadcast_impl_value = lambda self, a, b: (a, b) if a.shape is b.shape else broadcast(self, a, b)
-
-
-def _convert_seldom(semantic: Any, core: Any, handle: Any, dtype_of: Callable[[Any], Any]) -> None:
-    """Not where both are of one type, nor an offset of a pointer, nor where one is a number that the type of the other holds.
-    Divisions have rules of their own, and more arguments."""
-    convert, whole, known = semantic.binary_op_type_checking_impl, {"int32", "int64"}, {"int32", "int64", "fp16", "fp32", "fp64"}
-
-    def holds(x: Any, y: Any) -> bool:
-        if x.__class__ is not core.tensor or x.dtype.name not in known:
-            return False
-        return y.__class__ is int and -(2**31) <= y < 2**31 if x.dtype.name in whole else y.__class__ in (int, float)
-
-    def filled(x: float, kind: Any) -> Any:
-        """Zero has no sign, as the interpreter makes it."""
-        shape = kind.shape if kind.__class__ is core.block_type else (1,)
-        return core.tensor(handle(np.full(shape, x or 0, dtype_of(kind)), kind.scalar), kind)
-
-    def both(self: Any, x: Any, y: Any, *given: bool) -> tuple[Any, Any]:
-        if len(given) < 3:
-            if x.__class__ is y.__class__ is core.tensor:
-                name = y.dtype.name
-                if (name in known and x.dtype.name == name) or (name in whole and given and x.dtype.__class__ is core.pointer_type):
-                    return self.broadcast_impl_value(x, y)
-            elif holds(x, y):
-                return x, filled(y, x.type)
-            elif holds(y, x):
-                return filled(x, y.type), y
-        return convert(self, x, y, *given)
-
-    semantic.binary_op_type_checking_impl = both
 
 
 _counted: set[str] = set()
