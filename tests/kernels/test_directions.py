@@ -65,6 +65,13 @@ def test_size_does_not_matter(shape, size, root):
     assert errors(gradient(2, shape) * size, roots).max() < CLOSE
 
 
+def test_packed_roots_are_scaled_as_full_ones():
+    """By their traces."""
+    u, roots = gradient(3, (16, 24)), [matrices(3, d, 1e4) * 1e3 for d in (16, 24)]
+    sizes = directions.Sizes(linalg.norms(u), torch.empty(3))
+    assert torch.equal(directions.balance(u, roots, sizes), directions.balance(u, [pack(x) for x in roots], sizes))
+
+
 def test_a_direction_that_is_no_float32_is_not_finite():
     roots = [matrices(1, d, 10.0) * 1e8 for d in (16, 8)]
     assert not made(gradient(1, (16, 8)) * 1e30, roots, True).float().isfinite().any()
