@@ -171,6 +171,7 @@ def elementwise(model: nn.Module, lr: float, beta2: float, **options: Any) -> Op
 
 WHOLE = {"max_preconditioner_dim": 1 << 20}  # matrices are not cut
 ROWS: dict[str, dict[str, Any]] = {
+    "shampoo@1": {"precondition_frequency": 1},
     "soap": {"preconditioner": "soap", "graft": None},
     "kl": {"preconditioner": "kl"},
     "spectral": {"preconditioner": "spectral", "graft": "constant"} | WHOLE,

@@ -151,7 +151,7 @@ class ByTorch(Shampoo):
 class BlockMean(Stateless):
     """Adam with one second moment for a whole block, the mean of its squares (as Adam-mini has, arXiv 2406.16793).
 
-    Shampoo keeps that mean already: it is the trace of a factor, over the number of elements.
+    Shampoo keeps that mean already: it is the trace of a factor, over the number of elements. Only for full factors.
     """
 
     elementwise = "adam"
@@ -173,4 +173,4 @@ def register_all() -> None:
     for method in (ShampooPolar(), SoapPolar(), NormalisedRows(), KLSoap(), ByTorch(), *wide):
         register(method)
     GRAFTS["block_mean"] = BlockMean()
-    OPTIONS["graft"] = replace(OPTIONS["graft"], check=lambda name, value: value)
+    OPTIONS["graft"] = replace(OPTIONS["graft"], check=lambda name, value: value)  # GRAFTS has no others

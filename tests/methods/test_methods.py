@@ -242,3 +242,16 @@ def test_only_what_has_come_is_put_to_use(method: str) -> None:
     before = {role: tensor.clone() for role, tensor in bank.state.items()}
     rule.publish(bank.state, [0], opt._session.settings[0].hyper)
     assert all(torch.equal(bank.state[role], tensor) for role, tensor in before.items())
+
+
+@pytest.mark.parametrize("root", ["eigh", "newton", "higher_order", "minimax", "track"])
+def test_a_factor_need_not_be_symmetric_to_the_last_bit(root: str) -> None:
+    """Whoever multiplied it may have rounded both triangles in another way."""
+    p = torch.nn.Parameter(torch.randn(24, 16))
+    opt = lather.Shampoo([p], precondition_frequency=1, root=root, damping="absolute", eps=1e-6)
+    for step in range(3):
+        p.grad = torch.randn(24, 16)
+        opt.step()
+        if step == 0:
+            opt.state[p]["L0.0"][3] *= 1 + 2**-22
+    assert opt.health() == {}
