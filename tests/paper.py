@@ -12,5 +12,6 @@ PAPER: dict[str, Any] = {
     "eps": 1e-12,
     "refresh_warmup": 0.0,
     "block_multiple": 1,
+    "graft": "adam",
 }
 TODAY: dict[str, Any] = {name: OPTIONS[name].default for name in PAPER}

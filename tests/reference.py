@@ -23,7 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "averaging": None, "averaging_beta": None, "averaging_decay": None, "averaging_powers": (2.0, 0.0),  # None: 0.9 or 0.7; 0.9967
     "preconditioner": "shampoo", "polar": "newton_schulz", "polar_scale": None,
     "exponent": "auto", "exponent_multiplier": 1.0,  # float or {order: float}; None, "paper": multiplier / (2 order)
-    "graft": "adam", "graft_beta2": None, "graft_eps": 1e-8,  # None: betas[1], or 0.999 where that is 1
+    "graft": "auto", "graft_beta2": None, "graft_eps": 1e-8,  # "adafactor" or "adam"; None: betas[1], or 0.999 where that is 1
     "max_preconditioner_dim": 1024, "block_multiple": 16, "merge_dims": True, "large_dim": "block",
     "batch_dims": 0, "precondition_1d": False,
     "split": None, "split_dim": 0,  # parts, or their sizes
@@ -40,7 +40,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "polar_scale": (None, "original", "match_rms_adamw"),
     "damping": ("absolute", "relative"),
     "weight_decay_mode": ("l2", "decoupled", "corrected", "independent"),
-    "graft": ("sgd", "adagrad", "rmsprop", "adam", "constant", None),
+    "graft": ("auto", "sgd", "adagrad", "rmsprop", "adam", "adafactor", "constant", None),
     "large_dim": ("block", "diagonal", "adagrad"),
     "averaging": (None, "schedule_free", "gpa"),
     "refresh": ("together", "staggered"),
@@ -219,6 +219,9 @@ class Reference:
         self.options = o = DEFAULTS | options
         if o["eps"] is None:
             o["eps"] = EPS[o["damping"]].get(o["preconditioner"], EPS[o["damping"]]["shampoo"])
+        if o["graft"] == "auto":
+            same = o["betas"][1] < 1 and o["graft_beta2"] in (None, o["betas"][1]) and o["start_preconditioning_step"] != math.inf
+            o["graft"] = "adafactor" if o["preconditioner"] == "shampoo" and same else "adam"
         if o["preconditioner"] is None and o["graft"] is None:
             o["graft"] = "adam"
         for name, allowed in CHOICES.items():
@@ -262,8 +265,8 @@ class Reference:
         if kronecker and o["large_dim"] == "adagrad" and max(shape) > limit:
             kronecker, method = False, "adagrad"
         if not kronecker:
-            if method == "constant" or (method is None and o["preconditioner"] == "soap"):
-                method = "adam"  # SOAP without bases is Adam, and only whole blocks have a constant size
+            if method in ("adafactor", "constant") or (method is None and o["preconditioner"] == "soap"):
+                method = "adam"  # SOAP without bases is Adam, and only whole blocks have factors or a constant size
             self.sizes[-1].append(None)
             return [Block(p, method, [])]
         cuts = o["large_dim"] == "block"
@@ -512,8 +515,19 @@ class Reference:
         if block.method == "constant":
             return g_bar * (0.2 * math.sqrt(g_bar.numel()) / g_bar.norm()) if g_bar.any() else g_bar
         v = block.v / (1 - self._graft_beta2() ** t) if block.method == "adam" else block.v
+        if block.method == "adafactor":
+            v = self._rank_one(block, t)
         direction: Tensor = g_bar / (v.sqrt() + self.options["graft_eps"])
-        return direction
+        return direction.clamp(-1, 1) if block.method == "adafactor" else direction
+
+    def _rank_one(self, block: Block, t: int) -> Tensor:
+        """r c^T / sum(c) of the sums r of squares over rows, and c over columns; and so on for more modes."""
+        beta2 = self.options["betas"][1]
+        v = torch.ones((), dtype=block.m.dtype)
+        for i, factor in enumerate(block.factors):
+            sums = factor if factor.ndim == 1 else factor.diag()
+            v = v[..., None] * (sums / (sums.sum() if i and sums.any() else 1))
+        return v if beta2 == 1 else v / (1 - beta2**t)
 
     def _decay(self) -> float:
         o, peak = self.options, self.peak_lr

@@ -112,10 +112,16 @@ def first_of(x: Tensor) -> Tensor:
 def fill_diagonal_(x: Tensor, value: float) -> None:
     """Set the diagonal of matrices, packed or not, or all of diagonals."""
     if is_packed(x):
-        i = torch.arange(side_of(x), device=x.device)
-        x.view(len(x), -1)[:, i * (i + 3) // 2] = value
+        x.flatten(1)[:, _on_diagonal(side_of(x), x.device)] = value
     else:
-        (x.diagonal(dim1=1, dim2=2) if x.dim() == 3 else x).fill_(value)
+        diagonal_of(x).fill_(value)
+
+
+def diagonal_of(x: Tensor) -> Tensor:
+    """``[n, d]``: the diagonal of matrices, packed or not. Diagonals ``[n, d]`` stay as they are."""
+    if is_packed(x):
+        return x.flatten(1).index_select(1, _on_diagonal(side_of(x), x.device))
+    return x.diagonal(dim1=1, dim2=2) if x.dim() == 3 else x
 
 
 def pack(a: Tensor) -> Tensor:
@@ -164,6 +170,13 @@ def _lower(d: int, device: torch.device) -> Tensor:
     """Where in a matrix the elements of its packed triangle are."""
     row, column = torch.tril_indices(d, d, device="cpu").unbind()
     return (row * d + column).to(_index_dtype(d)).to(device)
+
+
+@cache
+def _on_diagonal(d: int, device: torch.device) -> Tensor:
+    """Where in its packed triangle the diagonal of a matrix is."""
+    i = torch.arange(d, device="cpu")
+    return (i * (i + 3) // 2).to(device)
 
 
 @cache

@@ -75,7 +75,7 @@ class Shampoo(torch.optim.Optimizer):
         root: Any = "auto",
         polar: Any = "newton_schulz",
         polar_scale: str | None = None,
-        graft: str | None = "adam",
+        graft: str | None = "auto",
         graft_beta2: float | None = None,
         graft_eps: float = 1e-8,
         max_preconditioner_dim: float = 1024,

@@ -138,12 +138,15 @@ def resolve(group: dict[str, Any], last: Settings | None = None) -> Settings:
     method = METHODS.get(group["preconditioner"])
     if group["eps"] is None:
         group["eps"] = (method or METHODS[DEFAULT]).default_eps[group["damping"]]
+    if group["graft"] == AUTO:
+        group["graft"] = _usual_graft(group, method)
     if method is None and group["graft"] is None:
         group["graft"] = "adam"
     if group["exponent"] == AUTO:
         group["exponent"] = _usual_exponent(group, method)
     _refuse_pairs(group)
     found = _settings(group, method)
+    found.graft.check(method)
     if method is not None:
         method.check(found.hyper)
     return found
@@ -183,6 +186,13 @@ def _never(group: Group) -> bool:
 def _warmup(group: Group) -> float:
     yields = group["refresh_delay"] or _never(group)
     return 0.0 if yields and _is_default(group, "refresh_warmup") else group["refresh_warmup"]
+
+
+def _usual_graft(group: Group, method: Method | None) -> str:
+    """Adam's, without a second moment of its own if there are factors that give one with the same decay."""
+    beta2, graft_beta2 = group["betas"][1], group["graft_beta2"]
+    at_hand = method is not None and method.squares and not _never(group)
+    return "adafactor" if at_hand and beta2 < 1 and graft_beta2 in (None, beta2) else "adam"
 
 
 def _usual_exponent(group: Group, method: Method | None) -> float | None:

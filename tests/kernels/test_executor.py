@@ -33,7 +33,14 @@ WHOLE = [(20, 12), (20, 12), (5, 9), (9,)]  # each is one block
 # Statistics of few steps are rank deficient: eps is large, or rounding would decide.
 GIVEN = PAPER | {"lr": 0.05, "eps": 0.3, "max_preconditioner_dim": 24, "precondition_frequency": 2}
 AHEAD, MUON = {"beta3": "nesterov"}, {"preconditioner": "spectral", "damping": "relative"}
-NOW = AHEAD | {"betas": (0.95, 0.95), "exponent": 0.5, "damping": "relative", "refresh_warmup": 0.1, "block_multiple": 16}
+NOW = AHEAD | {
+    "betas": (0.95, 0.95),
+    "exponent": 0.5,
+    "damping": "relative",
+    "refresh_warmup": 0.1,
+    "block_multiple": 16,
+    "graft": "auto",
+}
 CASES = {
     "packed": {"factors": "packed", "damping": "relative"},
     "plain": {},
@@ -59,6 +66,9 @@ CASES = {
     "nesterov, sum": AHEAD | {"betas": (0.9, 1.0), "graft": "adagrad", "momentum": 0.5, "refresh": "staggered"},
     "nesterov, uncorrected": AHEAD | {"bias_correction": False, "large_dim": "diagonal", "averaging": "gpa"},
     "nesterov, kl": NOW | {"preconditioner": "kl", "exponent": None},
+    "adafactor": {"graft": "adafactor", "factors": "packed", "refresh": "staggered", "weight_decay": 0.1},
+    "adafactor, late": AHEAD | {"graft": "adafactor", "large_dim": "diagonal", "start_preconditioning_step": 3},
+    "adafactor, sum": {"graft": "adafactor", "betas": (0.0, 1.0), "merge_dims": False, "momentum": 0.5, "maximize": True},
     "beta3": {"beta3": 0.5, "graft": "rmsprop", "factors": "packed"},
     "spectral": MUON,
     "spectral, no graft": MUON | AHEAD | {"graft": None, "polar_scale": "original"},
@@ -126,7 +136,7 @@ def snapshot(opt):
     return [(bank, {role: tensor.clone() for role, tensor in bank.state.items()}) for bank in opt._session.run.banks]
 
 
-EVERYWHERE = ("plain", "packed", "diagonal", "elementwise", "kl", "by default", "nesterov, uncorrected")
+EVERYWHERE = ("plain", "packed", "diagonal", "elementwise", "kl", "by default", "nesterov, uncorrected", "adafactor, late")
 
 
 @pytest.mark.parametrize("name", CASES)

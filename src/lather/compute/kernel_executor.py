@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ..kernels.schema import Corrections, Numbers, TensorAddresses, position
+from ..kernels.schema import Corrections, Moment, Numbers, TensorAddresses, position
 from ..linalg import are_products_exact, from_host, per_slot
 from ..methods import Context, Hyper, Kronecker, filter_correction
 from ..methods.shampoo import factor_correction
@@ -31,6 +31,7 @@ from .refresh import Due, is_capturable, refresh
 from .slices import DEPTH, SIDE, THIN_SIDE, BoundSlice, half_plane, scratch_sizes, torch_takes_in
 from .tables import REDUCE, Tables, ThinLaunch, running_totals
 
+ROWS = 1024  # entries of a diagonal that a kernel takes at a time
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -39,7 +40,7 @@ class Variant(NamedTuple):
 
     filtered: bool
     looks_ahead: bool  # whether the filtered gradient differs from the filter's memory, at least before that is rounded
-    second: bool  # whether the graft has a second moment
+    moment: Moment  # where the graft's second moment is
     coupled: bool  # whether decay is part of the gradient
     graft: bool
     momentum: bool
@@ -125,7 +126,7 @@ class KernelExecutor(Executor[Seen]):
 
     @cached_property
     def _tables(self) -> Tables:
-        return Tables(self.slices, self._memory["halves"])
+        return Tables(self.slices, self._memory["halves"], self.graft.of_factors)
 
     # The parts of a step.
 
@@ -217,7 +218,7 @@ class KernelExecutor(Executor[Seen]):
         return Variant(
             filtered=hyper.beta1 > 0,
             looks_ahead=hyper.looks_ahead,
-            second=self.graft.rates(hyper) is not None,
+            moment=Moment.RANK_ONE if self.graft.of_factors else Moment.STORED if self.graft.rates(hyper) else Moment.NONE,
             coupled=self._reads_gradients and settings.decay_mode == "l2" and settings.weight_decay != 0,
             graft=settings.grafted,
             momentum=bool(sources.momenta),
@@ -306,7 +307,13 @@ class KernelExecutor(Executor[Seen]):
             self._memory["halves"].zero_()
         slots = {"alive": b.alive, "scale": b.scale, "corrections": b.corrections, "n": self.n, "UNIFORM": v.uniform}
         copies = {"plain": self._memory.get("plain"), "filtered": self._memory.get("filtered"), "plane": self._plane}
-        made = {"FILTER": v.filtered, "LOOKS_AHEAD": v.looks_ahead, "SECOND": v.second, "PLAIN": v.plain, "HALVES": v.halves}
+        made = {
+            "FILTER": v.filtered,
+            "LOOKS_AHEAD": v.looks_ahead,
+            "SECOND": v.moment is Moment.STORED,
+            "PLAIN": v.plain,
+            "HALVES": v.halves,
+        }
         made |= {"KEPT": _type(v.kept)}
         if self.method and self.method.judges:  # it needs the gradients as they are, before anything is averaged
             only = made | {"FILTER": False, "LOOKS_AHEAD": False, "SECOND": False}
@@ -362,28 +369,31 @@ class KernelExecutor(Executor[Seen]):
         from ..kernels import step as kernels
 
         b, v, tables, flat = self._buffers, seen.variant, self._tables, self._memory["flat"]
-        side_by_side(
-            [
-                partial(self._apply, seen, i, part, slots)
-                for i, part in self._costly_first()
-                if goes[i]
-                for slots in self._parts(part.n)
-            ]
-        )
+        works: list[Callable[[], object]] = [
+            partial(self._apply, seen, i, part, slots)
+            for i, part in self._costly_first()
+            if goes[i]
+            for slots in self._parts(part.n)
+        ]
+        if tables.rank_one:
+            works.append(
+                partial(kernels.rank_one_moments[len(tables.rank_one.jobs),], tables.rank_one.jobs, BLOCK=ROWS, num_warps=4)
+            )
+        side_by_side(works)
+        buffers: dict[str, Any] = {"flat": flat, "filtered": self._memory.get(v.filtered_in)}
+        buffers |= {"corrections": b.corrections, "n": self.n, "numbers": b.numbers}
+        kinds = {"MOMENT": int(v.moment), "IN_STATE": v.filtered_in == "m", "UNIFORM": v.uniform}
         if any(goes) and v.graft:
-            tables.launch(kernels.size_of_directions, {"flat": flat}, partial=tables.tile_sums)
+            tables.launch(kernels.size_of_directions, buffers | kinds, partial=tables.tile_sums, own=tables.graft_sums)
         kernels.choose[self.n,](
             tables.slots, tables.graft_sums, tables.tile_sums, b.alive, b.started, b.back, b.gain, b.corrections, self.n,
             b.numbers, GRAFT=v.graft, HALVED=self._halves_directions(v), RMS=self.graft.rms,
             LINEAR=self.method is None or self.method.linear, UNIFORM=v.uniform, ROOT=_type(v.root), BLOCK=REDUCE, num_warps=1,
         )  # fmt: skip
-        addresses = {"weights": b.addresses.parameters, "momenta": b.addresses.momenta}
-        buffers = {"flat": flat, "filtered": self._memory.get(v.filtered_in), **addresses}
-        slots = {"slots": tables.slots, "alive": b.alive, "gain": b.gain, "corrections": b.corrections, "n": self.n}
-        slots |= {"numbers": b.numbers, "UNIFORM": v.uniform}
-        made = {"IN_STATE": v.filtered_in == "m", "SECOND": v.second, "MOMENTUM": v.momentum, "NESTEROV": v.nesterov}
-        types = {"OUT": not self.moves_parameters, "PARAM": _type(v.param)}
-        tables.launch(kernels.apply, {**buffers, **slots, **made, **types})
+        buffers |= {"weights": b.addresses.parameters, "momenta": b.addresses.momenta}
+        slots = {"slots": tables.slots, "alive": b.alive, "gain": b.gain}
+        kinds |= {"MOMENTUM": v.momentum, "NESTEROV": v.nesterov, "OUT": not self.moves_parameters, "PARAM": _type(v.param)}
+        tables.launch(kernels.apply, {**buffers, **slots, **kinds})
 
     def _apply(self, seen: Seen, i: int, part: BoundSlice, slots: slice) -> None:
         """Directions of some slots of a slice, by torch."""

@@ -150,7 +150,7 @@ def divide_banks(banks: Iterable[tuple[BankKey, int]], settings: Sequence[Settin
     """Slices that are computed together, for banks given by their keys and numbers of slots.
 
     They have the same param group, dtype and graft, and together at most ``LARGEST`` elements: a large bank is cut into several
-    slices. Banks that kernels do not cover are left out.
+    slices. Banks that kernels do not cover are left out, as those of four modes or more whose graft reads the factors.
     """
     done: list[list[BankSlice]] = []
     open_: dict[Any, list[BankSlice]] = {}
@@ -158,6 +158,8 @@ def divide_banks(banks: Iterable[tuple[BankKey, int]], settings: Sequence[Settin
         mine = settings[key.group]
         method = mine.method_of(key.kind)
         factors = bool(key.modes) and method is not None and bool(method.sums)
+        if len(key.shape) > 3 and mine.graft_of(key.kind).of_factors:
+            continue
         if (method and method.kernels == "none") or not (_fits(key, factors) and suits(key.device, key.dtype, mine)):
             continue
         kind = key.group, key.device, key.dtype, key.kind == "adagrad", mine.graft_of(key.kind), mine.hyper_of(key.kind).looks_ahead

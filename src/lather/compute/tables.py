@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ..kernels.schema import Alignment, FactorJob, SlotTable, ThinChunk, ThinFactor, Tile, position
-from ..linalg import from_host
+from ..kernels.schema import Alignment, FactorJob, RankOne, SlotTable, ThinChunk, ThinFactor, Tile, position
+from ..linalg import from_host, is_packed, side_of
 from .graphs import side_by_side
-from .slices import SIDE, THIN_SIDE, BoundSlice
+from .slices import SIDE, THIN_SIDE, BoundSlice, Window
 
 BLOCK = 4096  # elements of a tile
 REDUCE = 128  # tiles of a slot that are added up at a time
@@ -42,6 +42,13 @@ class ThinLaunch(NamedTuple):
     sums: Tensor  # [chunks, THIN_SIDE, THIN_SIDE]
 
 
+class RankOneLaunch(NamedTuple):
+    """Second moments that are made of the diagonals of factors."""
+
+    jobs: Tensor  # rows of RankOne
+    vectors: Tensor
+
+
 class TileRange(NamedTuple):
     """Consecutive tiles whose blocks have the same alignment."""
 
@@ -61,13 +68,16 @@ class Tables:
     - ``skip_counters [n]``: addresses of the counters of gradients that are not finite.
     - ``tile_sums``, ``graft_sums``: buffers for sums over each tile, or norms of it; the second is for the graft's direction.
     - ``factors``, ``thin``: factors that kernels update.
+    - ``rank_one``: second moments of the graft, if they are ``of_factors``.
     """
 
-    def __init__(self, parts: Sequence[BoundSlice], halves: Tensor) -> None:
+    def __init__(self, parts: Sequence[BoundSlice], halves: Tensor, of_factors: bool) -> None:
         device, begins = halves.device, _beginnings(parts, halves)
+        self.rank_one = _rank_one_launch(parts, device) if of_factors else None
         self._one = torch.ones((), dtype=torch.float32, device=device)
-        alignments = [window.alignment() for part in parts for window in part.windows]
-        tiles, bounds, first_tile, num_tiles = _cut([row for begin in begins for row in _blocks(begin)], alignments)
+        alignments = [_alignment(part, window, of_factors) for part in parts for window in part.windows]
+        moments = iter([] if self.rank_one is None else self.rank_one.jobs[:, position(RankOne, "address")].tolist())
+        tiles, bounds, first_tile, num_tiles = _cut([row for begin in begins for row in _blocks(begin, moments)], alignments)
         tiles, ranges = tiles.to(device), zip(pairwise(bounds), ORDER, strict=True)
         self.ranges = [TileRange(a, tiles[a:b], alignment) for (a, b), alignment in ranges if b > a]
         roots = torch.tensor([address for part in parts for address in _roots(part, self._one)], device="cpu")
@@ -138,8 +148,8 @@ def _beginnings(parts: Sequence[BoundSlice], halves: Tensor) -> list[_Beginning]
     return list(map(_Beginning, parts, slots, flats, addresses))
 
 
-def _blocks(begin: _Beginning) -> Iterator[Tile]:
-    """The first tile of every slot."""
+def _blocks(begin: _Beginning, moments: Iterator[int]) -> Iterator[Tile]:
+    """The first tile of every slot. ``moments`` are the addresses of second moments that are not in the state."""
     part = begin.part
     addresses = [[each.data_ptr() for each in part.state[role]] if role in part.state else [0] * part.n for role in ("m", "v")]
     columns, padded, third = (part.shape[1], part.half_shape[2], part.third_size) if part.kernel_factors else (1, 1, 1)
@@ -158,7 +168,8 @@ def _blocks(begin: _Beginning) -> Iterator[Tile]:
             inner_stride=inner_stride,
             flat_offset=begin.flat_offset + i * part.numel,
             filter_address=filter_,
-            moment_address=moment,
+            moment_address=moment or next(moments, 0),
+            row_size=math.prod(part.shape[1:]),
             half_address=begin.halves_of(i) if part.kernel_factors else 0,
             columns=columns,
             padded_columns=padded,
@@ -219,6 +230,29 @@ def _thin_launch(begins: Sequence[_Beginning], device: torch.device) -> ThinLaun
         return None
     sums = torch.zeros(len(chunks), THIN_SIDE, THIN_SIDE, dtype=torch.float32, device=device)
     return ThinLaunch(torch.tensor(chunks, device=device), torch.tensor(factors, device=device), sums)
+
+
+def _alignment(part: BoundSlice, window: Window, of_factors: bool) -> Alignment:
+    """How a block is read. Vectors of elements may not cross the ends of rows if a second moment has an entry for each row."""
+    return Alignment.SCATTERED if of_factors and math.prod(part.shape[1:]) % 8 else window.alignment()
+
+
+def _rank_one_launch(parts: Sequence[BoundSlice], device: torch.device) -> RankOneLaunch:
+    """The second moments of rank one of all slots."""
+    sizes = [part.shape[0] + math.prod(part.shape[1:]) for part in parts for _ in range(part.n)]
+    offsets = running_totals(-(-size // 16) * 16 for size in sizes)
+    vectors = torch.zeros(offsets[-1], dtype=torch.float32, device=device)
+    jobs: list[RankOne] = []
+    for part in parts:
+        absent = RankOne(0, 0, 0, 0, 1, 1, 1, 0, 0, 0)
+        factors = {nth: part.state[f"L{mode}"] for mode, nth in enumerate(("first", "second", "third")[: len(part.shape)])}
+        for i in range(part.n):
+            there = {"address": vectors[offsets[len(jobs)] :].data_ptr()}
+            for nth, factor in factors.items():
+                stride = 0 if is_packed(factor) else factor.shape[-1] + 1 if factor.dim() == 3 else 1
+                there |= {f"{nth}_address": factor[i].data_ptr(), f"{nth}_side": side_of(factor), f"{nth}_stride": stride}
+            jobs.append(absent._replace(**there))
+    return RankOneLaunch(torch.tensor(jobs, device=device), vectors)
 
 
 def running_totals(sizes: Iterable[int]) -> list[int]:

@@ -36,6 +36,14 @@ class Alignment(IntEnum):
     CONTIGUOUS = 2  # in one piece that consists of whole vectors
 
 
+class Moment(IntEnum):
+    """Where the second moment of a block's graft is. Kernels are compiled for each of these."""
+
+    NONE = 0
+    STORED = 1  # in the state, with an entry for every element
+    RANK_ONE = 2  # in the diagonals of factors, see RankOne
+
+
 # Tables with one row per item: [items, fields], of int64 unless said otherwise.
 
 
@@ -57,7 +65,8 @@ class Tile(NamedTuple):
     inner_stride: int
     flat_offset: int  # from the start of a flat buffer to the first element of the block
     filter_address: int  # of the block's filtered gradient (float32 or bfloat16)
-    moment_address: int  # of the second moment of the block's graft (float32)
+    moment_address: int  # of the second moment of the block's graft (float32), or of the vectors that it is a product of
+    row_size: int  # elements of a row of the block: of all modes but the first
     half_address: int  # of the block's gradient in halves, if kernels update its factors
     columns: int  # of the block in halves, without padding
     padded_columns: int  # of the block in halves, with padding
@@ -119,6 +128,23 @@ class ThinFactor(NamedTuple):
     num_chunks: int
     factor_address: int  # of L (float32)
     side: int  # rows of L
+
+
+class RankOne(NamedTuple):
+    """A block's second moment of rank one. Its two vectors are made of the diagonals of the block's factors, and lie one behind the
+    other: an entry for each element of a row, then one for each row. A block without a second or third mode has a side of 1 there.
+    """
+
+    address: int  # of the vectors
+    first_address: int  # of the factor (float32), or 0
+    second_address: int
+    third_address: int
+    first_side: int
+    second_side: int
+    third_side: int
+    first_stride: int  # elements of the factor from one of its diagonal to the next; 0 if it is packed
+    second_stride: int
+    third_stride: int
 
 
 class Start(NamedTuple):

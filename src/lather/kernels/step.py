@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .schema import Corrections, FactorJob, Numbers, SlotTable, ThinChunk, ThinFactor, Tile
+from .schema import Corrections, FactorJob, Moment, Numbers, RankOne, SlotTable, ThinChunk, ThinFactor, Tile
 from .tiles import LOW, ONE_BY_ONE, at_offset, columns, elements, in_state, in_tensor, low_half, moved, width
 
 GRADIENT_SIGN, COUPLED_DECAY = columns(Numbers, "gradient_sign", "coupled_decay")
@@ -28,7 +28,7 @@ ROOT_ADDRESS, BROKEN_ADDRESS = columns(SlotTable, "root_address", "broken_addres
 TILE_WIDTH, JOB_WIDTH, CHUNK_WIDTH, THIN_WIDTH = width(Tile), width(FactorJob), width(ThinChunk), width(ThinFactor)
 SLOT, FLAT_OFFSET, HALF_ADDRESS = columns(Tile, "slot", "flat_offset", "half_address")
 COLUMNS, PADDED_COLUMNS, THIRD_SIZE = columns(Tile, "columns", "padded_columns", "third_size")
-FILTER_ADDRESS, MOMENT_ADDRESS = columns(Tile, "filter_address", "moment_address")
+FILTER_ADDRESS, MOMENT_ADDRESS, ROW_SIZE = columns(Tile, "filter_address", "moment_address", "row_size")
 JOB_SLOT, JOB_HALF_ADDRESS, JOB_ROW_STRIDE, JOB_DEPTH = columns(FactorJob, "slot", "half_address", "row_stride", "depth")
 JOB_FACTOR_ADDRESS, JOB_SIDE = columns(FactorJob, "factor_address", "side")
 JOB_TILE_ROW, JOB_TILE_COLUMN = columns(FactorJob, "tile_row", "tile_column")
@@ -36,6 +36,15 @@ CHUNK_HALF_ADDRESS, CHUNK_NUM_ROWS = columns(ThinChunk, "half_address", "num_row
 CHUNK_THIRD_SIZE, CHUNK_PADDED_COLUMNS = columns(ThinChunk, "third_size", "padded_columns")
 THIN_SLOT, THIN_FIRST_CHUNK, THIN_NUM_CHUNKS = columns(ThinFactor, "slot", "first_chunk", "num_chunks")
 THIN_FACTOR_ADDRESS, THIN_SIDE = columns(ThinFactor, "factor_address", "side")
+RANK_ONE_WIDTH = width(RankOne)
+ADDRESS, FIRST_ADDRESS, SECOND_ADDRESS, THIRD_ADDRESS = columns(
+    RankOne, "address", "first_address", "second_address", "third_address"
+)
+FIRST_SIDE, SECOND_SIDE, THIRD_SIDE = columns(RankOne, "first_side", "second_side", "third_side")
+FIRST_STRIDE, SECOND_STRIDE, THIRD_STRIDE = columns(RankOne, "first_stride", "second_stride", "third_stride")
+
+STORED, RANK_ONE = tl.constexpr(int(Moment.STORED)), tl.constexpr(int(Moment.RANK_ONE))
+TINY = tl.constexpr(2.0**-126)  # the smallest normal number
 
 
 @triton.jit
@@ -130,11 +139,35 @@ def _corrections(numbers, corrections, slot, n, UNIFORM: tl.constexpr):
 
 
 @triton.jit
-def _own(u, v, correction, eps, SECOND: tl.constexpr):
+def _own(u, v, correction, eps, MOMENT: tl.constexpr):
     """The graft's own direction for the filtered gradient. NaN where the moment is not finite."""
-    if SECOND:
-        return tl.where(v < float("inf"), u / (tl.sqrt(v / correction) + eps), float("nan"))
+    if MOMENT:
+        u = u / (tl.sqrt(v / correction) + eps)
+        if MOMENT == RANK_ONE:
+            u = tl.minimum(tl.maximum(u, -1.0), 1.0)
+        u = tl.where(v < float("inf"), u, float("nan"))
     return u
+
+
+@triton.jit
+def _own_of_tile(row, filtered, flat_index, index, inside, corrections, slot, n, numbers, MOMENT, IN_STATE, UNIFORM, ALIGNED):
+    """The graft's own direction for a tile. Filtered gradients are ``IN_STATE``, or in ``filtered``."""
+    if IN_STATE:
+        u = tl.load(in_state(row, FILTER_ADDRESS, index, ALIGNED, tl.float32), inside, 0.0).to(tl.float32)
+    else:
+        u = tl.load(at_offset(filtered, flat_index, ALIGNED), inside, 0.0)
+    first, second = _corrections(numbers, corrections, slot, n, UNIFORM)
+    u = u / first
+    v = u
+    if MOMENT == STORED:
+        v = tl.load(in_state(row, MOMENT_ADDRESS, index, ALIGNED, tl.float32), inside, 0.0).to(tl.float32)
+    if MOMENT == RANK_ONE:
+        shares, row_size = tl.load(row + MOMENT_ADDRESS).to(tl.pointer_type(tl.float32)), tl.load(row + ROW_SIZE).to(tl.int32)
+        at_share = shares + index % row_size
+        if ALIGNED:
+            at_share = tl.max_contiguous(tl.multiple_of(at_share, 16), 8)
+        v = tl.load(shares + (row_size + index // row_size), inside, 0.0) * tl.load(at_share, inside, 0.0)
+    return _own(u, v, second, _number(numbers, GRAFT_EPS), MOMENT)
 
 
 @triton.jit(**ONE_BY_ONE)
@@ -199,17 +232,63 @@ def average(
         v = _number(numbers, MOMENT_KEEP) * old + _number(numbers, MOMENT_TAKE) * (g * g)
         v = tl.where(on, v, old)
         tl.store(at, v, inside)
-    own = _own(u, v, second, _number(numbers, GRAFT_EPS), SECOND)
+    own = _own(u, v, second, _number(numbers, GRAFT_EPS), STORED if SECOND else 0)
     tl.store(partial + tl.program_id(0), tl.sum(tl.where(inside, own * own, 0.0)))
 
 
+@triton.jit
+def _on_diagonal(factor, i, side, stride):
+    """Elements ``i`` of the diagonal of a factor."""
+    at = tl.where(stride == 0, i * (i + 3) // 2, i * stride)
+    return tl.load(factor.to(tl.pointer_type(tl.float32)) + at, (factor != 0) & (i < side), 0.0)
+
+
+@triton.jit
+def _shares(factor, i, side, stride, BLOCK: tl.constexpr):
+    """The same over the sum of the diagonal. 1 if there is no factor."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, side, BLOCK):
+        total += _on_diagonal(factor, first + tl.arange(0, BLOCK), side, stride)
+    share = _on_diagonal(factor, i, side, stride) / tl.maximum(tl.sum(total), TINY)
+    return tl.where(factor != 0, share, 1.0)
+
+
+@triton.jit
+def rank_one_moments(jobs, BLOCK: tl.constexpr):
+    """The vectors of every :class:`~lather.kernels.schema.RankOne`."""
+    job = jobs + tl.program_id(0) * RANK_ONE_WIDTH
+    out = tl.load(job + ADDRESS).to(tl.pointer_type(tl.float32))
+    rows, second, third = (
+        tl.load(job + FIRST_SIDE).to(tl.int32), tl.load(job + SECOND_SIDE).to(tl.int32), tl.load(job + THIRD_SIDE).to(tl.int32),
+    )  # fmt: skip
+    for first in range(0, second * third, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        share = _shares(tl.load(job + SECOND_ADDRESS), i // third, second, tl.load(job + SECOND_STRIDE).to(tl.int32), BLOCK)
+        share *= _shares(tl.load(job + THIRD_ADDRESS), i % third, third, tl.load(job + THIRD_STRIDE).to(tl.int32), BLOCK)
+        tl.store(out + i, share, i < second * third)
+    for first in range(0, rows, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        of_rows = _on_diagonal(tl.load(job + FIRST_ADDRESS), i, rows, tl.load(job + FIRST_STRIDE).to(tl.int32))
+        tl.store(out + second * third + i, of_rows, i < rows)
+
+
 @triton.jit(**ONE_BY_ONE)
-def size_of_directions(tiles, flat, partial, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """``partial[tile] = sum P^2``."""
+def size_of_directions(
+    tiles, flat, filtered, partial, own, corrections, n, numbers,
+    MOMENT: tl.constexpr, IN_STATE: tl.constexpr, UNIFORM: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``partial[tile] = sum P^2``. ``own[tile]`` becomes that of the graft's direction, if its moment is of rank one."""
     row = tiles + tl.program_id(0) * TILE_WIDTH
+    slot = tl.load(row + SLOT)
     index, inside = elements(row, ALIGNED, BLOCK)
-    p = tl.load(at_offset(flat, tl.load(row + FLAT_OFFSET) + index, ALIGNED), inside, 0.0)
+    at = tl.load(row + FLAT_OFFSET) + index
+    p = tl.load(at_offset(flat, at, ALIGNED), inside, 0.0)
     tl.store(partial + tl.program_id(0), tl.sum(p * p))
+    if MOMENT == RANK_ONE:
+        u = _own_of_tile(
+            row, filtered, at, index, inside, corrections, slot, n, numbers, MOMENT, IN_STATE, UNIFORM, ALIGNED
+        )  # fmt: skip
+        tl.store(own + tl.program_id(0), tl.sum(tl.where(inside, u * u, 0.0)))
 
 
 @triton.jit(**ONE_BY_ONE)
@@ -250,12 +329,12 @@ def choose(
 @triton.jit(**ONE_BY_ONE)
 def apply(
     tiles, weights, momenta, flat, filtered, slots, alive, gain, corrections, n, numbers,
-    IN_STATE: tl.constexpr, SECOND: tl.constexpr, UNIFORM: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
+    MOMENT: tl.constexpr, IN_STATE: tl.constexpr, UNIFORM: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
     OUT: tl.constexpr, ALIGNED: tl.constexpr, PARAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The direction of every slot. It goes back into ``flat`` (``OUT``), or through decay and momentum into the parameter.
 
-    ``flat`` holds preconditioned directions. Filtered gradients are ``IN_STATE``, or in ``filtered``. A slot that takes part and
+    ``flat`` holds preconditioned directions. A slot that takes part and
     has a direction that is not finite is marked as broken. Elements that would not stay finite do not change, and momentum that
     is not finite starts anew.
     """
@@ -264,19 +343,13 @@ def apply(
     index, inside = elements(row, ALIGNED, BLOCK)
     factor = tl.load(gain + slot)
     at = tl.load(row + FLAT_OFFSET) + index
-    first, second = _corrections(numbers, corrections, slot, n, UNIFORM)
     if factor >= 0:
         p = factor * tl.load(at_offset(flat, at, ALIGNED), inside, 0.0)
     else:
-        if IN_STATE:
-            u = tl.load(in_state(row, FILTER_ADDRESS, index, ALIGNED, tl.float32), inside, 0.0).to(tl.float32)
-        else:
-            u = tl.load(at_offset(filtered, at, ALIGNED), inside, 0.0)
-        u = u / first
-        v = u
-        if SECOND:
-            v = tl.load(in_state(row, MOMENT_ADDRESS, index, ALIGNED, tl.float32), inside, 0.0).to(tl.float32)
-        p = -factor * _own(u, v, second, _number(numbers, GRAFT_EPS), SECOND)
+        u = _own_of_tile(
+            row, filtered, at, index, inside, corrections, slot, n, numbers, MOMENT, IN_STATE, UNIFORM, ALIGNED
+        )  # fmt: skip
+        p = -factor * u
     p = tl.where(factor == factor, p, float("nan"))
     wrong = tl.max((inside & (p - p != 0)).to(tl.int32), 0)
     broken = tl.load(slots + BROKEN_ADDRESS * n + slot).to(tl.pointer_type(tl.int32))

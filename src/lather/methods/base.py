@@ -119,6 +119,7 @@ class Method(Transform):
     follows: ClassVar[bool] = False  # whether it takes the gradient in again after a refresh
     kernels: ClassVar[str] = "none"  # what kernels do of it: "none"; "graft", all but its mathematics; "factors" too
     linear: ClassVar[bool] = True  # whether a filtered gradient twice as large has a direction twice as large
+    squares: ClassVar[bool] = False  # whether the diagonals of its factors are averages of squares of gradients
     in_parts: ClassVar[bool] = False  # whether its products take so long that parts of a stack had better overlap
 
     @abstractmethod

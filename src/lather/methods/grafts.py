@@ -7,8 +7,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from ..linalg import bias_correction, ema_, norms, per_slot
-from .base import Context, Hyper, Stack, State, Transform
+from ..linalg import bias_correction, diagonal_of, ema_, norms, per_slot
+from .base import Context, Hyper, Method, Stack, State, Transform
 
 
 class Graft(Transform):
@@ -17,6 +17,15 @@ class Graft(Transform):
     reads: ClassVar[frozenset[str]] = frozenset()  # options that mean something to some grafts only, this one among them
     rms: ClassVar[float] = 0.0  # the root mean square of the direction, if it is always the same
     elementwise: ClassVar[str | None] = None  # what parameters without factors follow, if not this
+    of_factors: ClassVar[bool] = False  # whether it reads the diagonals of factors
+
+    def check(self, method: Method | None) -> None:
+        """Raise ValueError for a method that it does not go with."""
+        if self.of_factors and method and not method.squares:
+            raise ValueError(
+                f"graft='adafactor' does not go with preconditioner={method.name!r}, because it reads second moments off Shampoo's "
+                "factors; use graft='adam'"
+            )
 
     @abstractmethod
     def rates(self, hyper: Hyper) -> tuple[float, float] | None:
@@ -33,7 +42,7 @@ class Stateless(Graft):
     def rates(self, hyper: Hyper) -> None:
         return None
 
-    def correction(self, ctx: Context) -> float:
+    def correction(self, ctx: Context) -> float | Tensor:
         return 1.0
 
     def init(self, stack: Stack, hyper: Hyper) -> State:
@@ -63,6 +72,32 @@ class Constant(Stateless):
         return u * per_slot(torch.where(size > 0, length / size, 0), u)
 
 
+@final
+class Adafactor(Stateless):
+    """Adam with a second moment of rank one, as Adafactor has, which Shampoo keeps already.
+
+    The diagonals of factors are averages ``r`` and ``c`` of the squares of rows and columns. ``V = r c^T / sum(c)``, and for more
+    modes likewise. The direction ``u / (sqrt(V) + graft_eps)`` is clipped to [-1, 1]: ``V`` may be far too small where large
+    gradients are not in rows or columns, and Adam's own direction has seldom larger elements.
+    """
+
+    elementwise = "adam"
+    of_factors = True
+    reads = frozenset({"graft_eps"})
+
+    def correction(self, ctx: Context) -> float | Tensor:
+        beta2 = ctx.hyper.beta2
+        return 1.0 if beta2 == 1 else bias_correction(ctx.steps, beta2, ctx.alive)
+
+    def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
+        v, *others = (diagonal_of(state[f"L{mode}"]).to(u.dtype).contiguous() for mode in range(u.dim() - 1))
+        v = v / per_slot(self.correction(ctx), v)
+        for x in others:
+            share = x / x.sum(1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+            v = v[..., None] * share.view(len(x), *[1] * (v.dim() - 1), -1)
+        return quotient(u, v.sqrt().add_(ctx.hyper.graft_eps)).clamp_(-1, 1)
+
+
 class _SecondMoment(Graft):
     """``u / (sqrt(V) + graft_eps)`` with some second moment ``V``."""
 
@@ -75,8 +110,7 @@ class _SecondMoment(Graft):
 
     def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
         v = state["v"].to(u.dtype)
-        root = (v / per_slot(self.correction(ctx), v)).sqrt_().add_(ctx.hyper.graft_eps)
-        return (u / root).add_(root.sub_(root))  # NaN where the moment is infinite: the quotient is 0, and nobody would see it
+        return quotient(u, (v / per_slot(self.correction(ctx), v)).sqrt_().add_(ctx.hyper.graft_eps))
 
 
 @final
@@ -121,9 +155,15 @@ class Adam(_Average):
         return bias_correction(ctx.steps, ctx.hyper.graft_beta2, ctx.alive)
 
 
+def quotient(u: Tensor, root: Tensor) -> Tensor:
+    """``u / root``. NaN where ``root`` is infinite: the quotient is 0 there, and nobody would see it. Overwrites ``root``."""
+    return (u / root).add_(root.sub_(root))
+
+
 SGD = Sgd()
 GRAFTS: dict[str | None, Graft] = {
     "adam": Adam(),
+    "adafactor": Adafactor(),
     "rmsprop": RmsProp(),
     "adagrad": Adagrad(),
     "sgd": SGD,

@@ -217,6 +217,7 @@ class Shampoo(Kronecker):
 
     name = "shampoo"
     text = "Shampoo"
+    squares = True
     kernels = "factors"
 
     def factor_input(self, state: State, grad: Tensor, mode: int) -> tuple[Tensor, float]:

@@ -14,7 +14,7 @@ from ..routing import route
 
 Translate = Callable[[Mapping[str, Any]], dict[str, Any]]  # another optimizer's arguments -> options of Shampoo
 OF_PAPER = {"exponent": None, "damping": "absolute", "refresh_warmup": 0.0}  # arXiv 2309.06497
-SMALL = {"factors": "packed", "root_dtype": "bfloat16", "filter_dtype": "bfloat16", "graft": "constant"}
+SMALL = {"factors": "packed", "root_dtype": "bfloat16", "filter_dtype": "bfloat16"}
 IGNORED = ("foreach", "fused")  # torch's ways to compute the same result
 RENAMED = {"eps": "graft_eps", "factor_eps": "eps"}
 REFUSED = {
@@ -120,7 +120,7 @@ def from_adam(
     >>> [opt.param_groups[0][name] for name in ("graft_eps", "eps", "weight_decay_mode")]
     [1e-06, 1e-10, 'l2']
     """
-    return preset(dict(locals()), carry, graft="adam")
+    return preset(dict(locals()), carry)
 
 
 def from_adamw(
@@ -144,17 +144,16 @@ def from_adamw(
     >>> model = torch.nn.Linear(8, 4)
     >>> opt = lather.from_adamw(model, lr=3e-4, weight_decay=0.1, precondition_frequency=20)
     >>> [opt.param_groups[0][name] for name in ("lr", "weight_decay", "graft", "precondition_frequency")]
-    [0.0003, 0.1, 'adam', 20]
+    [0.0003, 0.1, 'adafactor', 20]
     """
-    return preset(dict(locals()), carry, graft="adam", weight_decay_mode="decoupled")
+    return preset(dict(locals()), carry, weight_decay_mode="decoupled")
 
 
 def low_memory(params: Any, *arguments: Any, **options: Any) -> Shampoo:
     """:func:`from_adamw` with a state as small as AdamW's: 8 bytes for each element of a square matrix.
 
     These are 4 for the factors (``factors="packed"``), 2 for the roots (``root_dtype="bfloat16"``) and 2 for the filtered gradient
-    (``filter_dtype="bfloat16"``). With ``graft="constant"`` there is no second moment: every block takes steps of the length that
-    AdamW's usually have. Factors stay in float32. Other presets take the same options. A method gets those that it reads.
+    (``filter_dtype="bfloat16"``). Factors stay in float32. Other presets take the same options. A method gets those that it reads.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(1024, 1024, bias=False)

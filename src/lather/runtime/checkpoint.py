@@ -146,8 +146,9 @@ LATER_KINDS = "position", "router", "depthwise", "fused", "experts"
 def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]], *, started: bool) -> None:
     """Refuse param groups that were not made for this optimizer.
 
-    One that has not ``started`` takes over how dimensions are cut, as checkpoints of version 1 have other blocks, and master
-    weights. Where it has master weights, any file will do: parameters stand in for them. Factors and roots may be packed or not.
+    One that has not ``started`` takes over how dimensions are cut, as checkpoints of version 1 have other blocks, Adam's second
+    moment, as it was kept by default up to version 3, and master weights. Where it has master weights, any file will do:
+    parameters stand in for them. Factors and roots may be packed or not.
     """
     sizes, ours = [len(group["params"]) for group in saved], [len(group["params"]) for group in live]
     if sizes != ours:
@@ -159,6 +160,8 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
     for number, (theirs, mine) in enumerate(zip(saved, live, strict=True)):
         _check_kept(theirs, number)
         free = {"block_multiple", "master_weights"} if not started else {"master_weights"} if mine["master_weights"] else set()
+        if not started and (theirs["graft"], mine["graft"]) == ("adam", "adafactor"):
+            free.add("graft")
         for name in (name for name in STRUCTURAL if name not in {*free, "factors"}):
             if OPTIONS[name].check(name, theirs[name]) != mine[name]:  # a tuple may come back as a list
                 raise ValueError(
