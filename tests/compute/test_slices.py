@@ -10,14 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import lather
 from lather import kernels, roots
 from lather.compute import slices
 from lather.compute.slices import BankSlice, Window, divide_banks, find_window, scratch_sizes
+from lather.options import OPTIONS
 from lather.planning.plan import BankKey, Transport
 from lather.settings import resolve
 
-GROUP = lather.Shampoo([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
+GROUP = {name: option.default for name, option in OPTIONS.items()}
 
 
 def settings(**options):
@@ -109,6 +109,8 @@ def test_slices_that_go_together_are_of_one_kind(monkeypatch):
         ("shampoo", None, None, [[((8, 8), False), ((8,), False)]]),
         ("shampoo", None, 0.5, [[((8, 8), False), ((8,), False)]]),
         ("shampoo", None, "nesterov", [[((8, 8), False)], [((8,), False)]]),
+        ("shampoo", "adam", None, [[((8, 8), False), ((8,), False)]]),
+        ("shampoo", "adafactor", None, [[((8, 8), False)], [((8,), False)]]),
         ("spectral", "adam", "nesterov", [[((8, 8), True)], [((8,), False)]]),
         ("spectral", None, None, [[((8, 8), True), ((8,), False)]]),
         ("kl", None, None, [[((8, 8), True), ((8,), False)]]),
@@ -118,8 +120,8 @@ def test_slices_that_go_together_are_of_one_kind(monkeypatch):
     ],
 )
 def test_methods_that_update_factors_in_their_own_way(method, graft, beta3, expected, monkeypatch):
-    """Or have none. Vectors of SOAP without a graft follow Adam, and with Nesterov's filter vectors do not look ahead, so they go
-    apart."""
+    """Or have none. Vectors follow Adam where the graft is of factors, and with SOAP without a graft; with Nesterov's filter they do not
+    look ahead. In these cases they go apart."""
     monkeypatch.setattr(slices, "suits", lambda *_: True)
     group = settings(preconditioner=method, graft=graft, beta3=beta3)
     banks = [(key((8, 8)), 2), (key((8,), (), kind="graft"), 2)]
@@ -128,6 +130,15 @@ def test_methods_that_update_factors_in_their_own_way(method, graft, beta3, expe
     assert [piece.kernel_factors for found in together for piece in found] == [
         shape == (8, 8) and not custom for found in expected for shape, custom in found
     ]
+
+
+def test_blocks_with_other_filters_go_apart(monkeypatch):
+    """Also where all directions differ from what the filter remembers, as that is rounded. A live change divides them anew."""
+    monkeypatch.setattr(slices, "suits", lambda *_: True)
+    banks = [(key((8, 8)), 2), (key((8,), (), kind="graft"), 2)]
+    together, apart = (settings(graft="adam", filter_dtype="bfloat16", beta3=beta3) for beta3 in (None, "nesterov"))
+    assert [len(divide_banks(banks, [group])) for group in (together, apart)] == [1, 2]
+    assert together.signature != apart.signature
 
 
 @pytest.mark.parametrize(
@@ -140,6 +151,14 @@ def test_blocks_that_kernels_can_count(shape, factors, without, monkeypatch):
     monkeypatch.setattr(slices, "suits", lambda *_: True)
     for method, fits in (("shampoo", factors), ("soap", factors), ("spectral", without)):
         assert bool(divide_banks([(key(shape), 1)], [settings(preconditioner=method)])) == fits
+
+
+@pytest.mark.parametrize(("graft", "fits"), [("adam", True), ("adafactor", False)])
+def test_second_moments_of_factors_have_at_most_three_modes(graft, fits, monkeypatch):
+    monkeypatch.setattr(slices, "suits", lambda *_: True)
+    banks = [(key(shape, ("full",) * len(shape)), 1) for shape in ((4, 3, 2), (4, 3, 2, 5))]
+    found = [piece.shape for pieces in divide_banks(banks, [settings(graft=graft)]) for piece in pieces]
+    assert found == [key.shape for key, _ in banks][: 2 if fits else 1]
 
 
 def test_only_cuda_has_kernels(monkeypatch):

@@ -62,6 +62,7 @@ CASES = {
     "kl, packed": {"preconditioner": "kl", "factors": "packed", "refresh": "staggered", "momentum": 0.5},
     "uncorrected": {"bias_correction": False, "betas": (0.9, 0.95), "weight_decay": 0.1},
     "by default": NOW,
+    "by default, adam": NOW | {"graft": "adam"},
     "nesterov, no graft": AHEAD | {"graft": None, "weight_decay": 0.1, "weight_decay_mode": "l2", "maximize": True},
     "nesterov, sum": AHEAD | {"betas": (0.9, 1.0), "graft": "adagrad", "momentum": 0.5, "refresh": "staggered"},
     "nesterov, uncorrected": AHEAD | {"bias_correction": False, "large_dim": "diagonal", "averaging": "gpa"},
@@ -292,7 +293,8 @@ def test_an_element_without_a_finite_direction_stays():
 @pytest.mark.parametrize(
     ("name", "bad", "roles"),
     [
-        ("by default", torch.inf, ("m", "v", "X1", "L0")),
+        ("by default", torch.inf, ("m", "X1", "L0")),
+        ("by default, adam", torch.inf, ("m", "v", "X1", "L0")),
         ("no graft", torch.nan, ("m", "X1", "L0")),
         ("momentum", torch.inf, ("momentum", "X1")),
         ("schedule free", torch.nan, ("z", "v")),
@@ -550,9 +552,11 @@ def test_parameters_of_half_the_size(dtype):
     assert all(t.dtype == torch.float32 for bank in opt._session.run.banks for t in bank.state.values() if t.is_floating_point())
 
 
-@pytest.mark.parametrize("options", [{"weight_decay": 0.1}, AHEAD | SMALL, {"preconditioner": None}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"weight_decay": 0.1}, AHEAD | SMALL, AHEAD | SMALL | {"graft": "auto"}, {"preconditioner": None}], ids=str
+)
 def test_a_filter_of_half_the_size(options):
-    """It is rounded once a step, by the interpreter towards zero. Directions are made of what it was before that."""
+    """It is rounded once a step. Directions are made of what it was before that, also of vectors that do not look ahead."""
     params = parameters(WHOLE)
     opt, twin = pair(params, **options | {"filter_dtype": "bfloat16", "root_dtype": None})
     for step in range(1, 4):

@@ -149,8 +149,8 @@ class BankSlice:
 def divide_banks(banks: Iterable[tuple[BankKey, int]], settings: Sequence[Settings]) -> list[list[BankSlice]]:
     """Slices that are computed together, for banks given by their keys and numbers of slots.
 
-    They have the same param group, dtype and graft, and together at most ``LARGEST`` elements: a large bank is cut into several
-    slices. Banks that kernels do not cover are left out, as those of four modes or more whose graft reads the factors.
+    They have the same param group, dtype, graft and filter, and together at most ``LARGEST`` elements: a large bank is cut into
+    several slices. Banks that kernels do not cover are left out, as those of four modes or more whose graft reads the factors.
     """
     done: list[list[BankSlice]] = []
     open_: dict[Any, list[BankSlice]] = {}
@@ -162,7 +162,7 @@ def divide_banks(banks: Iterable[tuple[BankKey, int]], settings: Sequence[Settin
             continue
         if (method and method.kernels == "none") or not (_fits(key, factors) and suits(key.device, key.dtype, mine)):
             continue
-        kind = key.group, key.device, key.dtype, key.kind == "adagrad", mine.graft_of(key.kind), mine.hyper_of(key.kind).looks_ahead
+        kind = key.group, key.device, key.dtype, key.kind == "adagrad", mine.graft_of(key.kind), mine.hyper_of(key.kind).beta3
         most = max(1, LARGEST // math.prod(key.shape))
         custom = method is not None and method.kernels != "factors"
         for start in range(0, n, most):
