@@ -185,7 +185,7 @@ WALKED = {
     "root": "auto",
     "polar": "newton_schulz",
     "polar_scale": None,
-    "graft": "adam",
+    "graft": "auto",
     "graft_beta2": None,
     "graft_eps": 1e-8,
     "max_preconditioner_dim": 1024,

@@ -264,7 +264,7 @@ def test_batch_dims_are_independent_parameters() -> None:
     close(stack.params[0], torch.stack(apart.params))
 
 
-@pytest.mark.parametrize("graft", ["sgd", "adagrad", "rmsprop", "adam"])
+@pytest.mark.parametrize("graft", ["sgd", "adagrad", "rmsprop", "adam", "adafactor"])
 def test_graft_gives_the_norm_and_shampoo_the_direction(graft: str) -> None:
     w, g = tensors(6, [(4, 3), (4, 3)])
     moved = {}
@@ -278,13 +278,30 @@ def test_graft_gives_the_norm_and_shampoo_the_direction(graft: str) -> None:
     assert (ours - size).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize(("shape", "products"), [((4, 3), "i,j->ij"), ((4, 3, 2), "i,j,k->ijk")])
+@pytest.mark.parametrize("beta2", [0.9, 1.0])
+def test_a_second_moment_of_rank_one(beta2: float, shape: tuple[int, ...], products: str) -> None:
+    """Two steps of sums over all modes but one, and no preconditioning: by hand, with the total once for each mode but one."""
+    w, a, b = tensors(6, [shape] * 3)
+    twin = Reference([w], lr=1.0, betas=(0.0, beta2), graft="adafactor", merge_dims=False, start_preconditioning_step=9)
+    twin.step([a])
+    first = twin.params[0].clone()
+    twin.step([b])
+    square = a**2 + b**2 if beta2 == 1 else (0.09 * a**2 + 0.1 * b**2) / 0.19
+    modes = range(len(shape))
+    sums = [square.sum([other for other in modes if other != mode]) for mode in modes]
+    v = torch.einsum(products, *sums) / square.sum() ** (len(shape) - 1)
+    close(first - twin.params[0], (b / v.sqrt()).clamp(-1, 1), 1e-6)
+    assert (b / v.sqrt()).abs().max() > 1
+
+
 def test_zero_gradient_is_a_zero_direction() -> None:
     twin = Reference([torch.ones(3, 2)], precondition_frequency=1)
     twin.step([torch.zeros(3, 2)])
     assert torch.equal(twin.params[0], torch.ones(3, 2, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("graft", "degree"), [("sgd", 1), ("adam", 0), ("adagrad", 0), (None, 0)])
+@pytest.mark.parametrize(("graft", "degree"), [("sgd", 1), ("adam", 0), ("adafactor", 0), ("adagrad", 0), (None, 0)])
 def test_scale_equivariance(graft: str | None, degree: int) -> None:
     """Gradients times c, and ``eps`` times c squared, which the singular first factors need. e = 1/(2k) removes the scale, and
     the graft puts its own back."""
@@ -300,7 +317,7 @@ def test_scale_equivariance(graft: str | None, degree: int) -> None:
     close(moved[1], c**degree * moved[0], 1e-9)
 
 
-@pytest.mark.parametrize(("graft", "degree"), [("sgd", 1), ("adam", 0), ("adagrad", 0), (None, 0)])
+@pytest.mark.parametrize(("graft", "degree"), [("sgd", 1), ("adam", 0), ("adafactor", 0), ("adagrad", 0), (None, 0)])
 def test_scale_equivariance_of_the_defaults(graft: str | None, degree: int) -> None:
     """Relative damping needs no help. Without a graft the exponent is the paper's; 1/2 would take the scale out twice."""
     w, *grads = tensors(7, [(5, 4)] * 7)
@@ -334,7 +351,7 @@ def state_of(block: Block) -> list[Tensor]:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_bad_block_waits_and_the_others_do_not(bad: float) -> None:
     w, *grads = tensors(9, [(6, 3)] * 7)
-    options: dict[str, Any] = {"precondition_frequency": 3, "momentum": 0.9, "max_preconditioner_dim": 3}
+    options: dict[str, Any] = {"precondition_frequency": 3, "momentum": 0.9, "max_preconditioner_dim": 3, "graft": "adam"}
     hit, clean = Reference([w], **options), Reference([w], **options)
     for t, g in enumerate(grads, 1):
         broken = g.clone()
@@ -421,9 +438,9 @@ def test_when_roots_are_refreshed() -> None:
 
 def test_before_the_first_root_the_graft_leads() -> None:
     w, *grads = tensors(11, [(4, 3)] * 5)
-    for graft in ("adam", None):
-        late = Reference([w], **PAPER, graft=graft, precondition_frequency=4)
-        never = Reference([w], **PAPER, graft=graft, start_preconditioning_step=math.inf)
+    for graft in ("adam", "adafactor", None):
+        late = Reference([w], **PAPER | {"graft": graft}, precondition_frequency=4)
+        never = Reference([w], **PAPER | {"graft": graft}, start_preconditioning_step=math.inf)
         for t, g in enumerate(grads, 1):
             late.step([g])
             never.step([g])

@@ -823,10 +823,13 @@ def test_momentum_that_is_not_finite_starts_anew(averaged: dict[str, Any], bad: 
     assert opt.state[params["weight"]][role].isfinite().all()
 
 
-@pytest.mark.parametrize("role", ["m.0", "v.1", "L0.0", "X1.0", "momentum"])
-def test_a_checkpoint_that_is_not_finite_is_told_of(role: str) -> None:
+@pytest.mark.parametrize(
+    ("role", "graft"),
+    [("m.0", "adam"), ("v.1", "adam"), ("L0.0", "adam"), ("L0.0", "adafactor"), ("X1.0", "adam"), ("momentum", "adam")],
+)
+def test_a_checkpoint_that_is_not_finite_is_told_of(role: str, graft: str) -> None:
     params = parameters()
-    opt = lather.Shampoo(params.items(), **FAST)
+    opt = lather.Shampoo(params.items(), graft=graft, **FAST)
     train(opt, params, 4)
     saved = copy.deepcopy(opt.state_dict())
     saved["state"][0][role].flatten()[0] = NAN

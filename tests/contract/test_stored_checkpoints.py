@@ -109,7 +109,9 @@ def test_blocks_are_taken_over_after_state_was_allocated() -> None:
 
 def test_an_optimizer_that_has_started_refuses_other_blocks() -> None:
     saved = load(make.FOLDER / "v1-cut.pt")["optimizer"]
-    model, opt = make.build("cut")
+    model, _ = make.build("cut")
+    options: dict[str, Any] = {"max_preconditioner_dim": 40, "graft": "adam"}
+    opt = lather.Shampoo(list(model.named_parameters()), **options)
     make.advance(model, opt, 1, 1)
     before = {key: value.clone() for p in model.parameters() for key, value in opt.state[p].items()}
     with pytest.raises(
@@ -120,10 +122,26 @@ def test_an_optimizer_that_has_started_refuses_other_blocks() -> None:
     torch.testing.assert_close({k: v for p in model.parameters() for k, v in opt.state[p].items()}, before, rtol=0, atol=0)
     make.advance(model, opt, 2, 2)
     model, _ = make.build("cut")
-    opt = lather.Shampoo(list(model.named_parameters()), max_preconditioner_dim=40, block_multiple=1)
+    opt = lather.Shampoo(list(model.named_parameters()), block_multiple=1, **options)
     make.advance(model, opt, 1, 1)
     opt.load_state_dict(saved)
     assert sides(opt) == SIDES[1] and all(entry["step"] == make.SAVED for entry in opt.state.values())
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.stem.endswith("-shampoo")], ids=lambda path: path.stem)
+def test_a_new_optimizer_takes_over_adams_moments(path: Path) -> None:
+    """Which older versions kept by default. One that has taken steps has none, and refuses."""
+    saved = load(path)["optimizer"]
+    model, opt = make.build("shampoo")
+    assert opt.param_groups[0]["graft"] == "adafactor" and saved["param_groups"][0]["graft"] == "adam"
+    make.advance(model, opt, 1, 1)
+    assert "v.0" not in opt.state[model.weight]
+    with pytest.raises(ValueError, match=r"saved with graft='adam' but .* graft='adafactor'.*construct it with graft='adam'"):
+        opt.load_state_dict(saved)
+    make.advance(model, opt, 2, 2)
+    model, opt = make.build("shampoo")
+    opt.load_state_dict(saved)
+    assert opt.param_groups[0]["graft"] == "adam" and "v.0" in opt.state[model.weight]
 
 
 @pytest.mark.parametrize("name", ["max_preconditioner_dim", "root_dtype", "graft"])

@@ -155,6 +155,7 @@ def test_options_are_read_on_every_step(name: str) -> None:
     plain, changed = parameters(), parameters()
     options = FAST | {"momentum": 0.5, "nesterov": True, "refresh_warmup": 0.0}
     options |= {"exponent": None} if name == "exponent_multiplier" else {}  # which multiplies the paper's
+    options |= {"graft": "adam"} if name == "graft_beta2" else {}  # whose moment it averages
     for params, change in ((plain, False), (changed, True)):
         opt = lather.Shampoo(params.values(), **options)
         train(opt, 4)
@@ -758,8 +759,8 @@ def test_zero_gradients_are_never_nan(dtype: str, state_dtype: str, root: str, s
     options = FAST | settings | {"weight_decay": 0.0, "precondition_frequency": 2, "momentum": 0.9}
     params = parameters(getattr(torch, dtype))
     start = [p.detach().clone() for p in params.values()]
-    grafts = ("adam", "adagrad", "rmsprop", "sgd", None)
-    opts = [lather.Shampoo(params.values(), root=root, state_dtype=state_dtype, graft=g, **options) for g in grafts]
+    grafts = ("adam", "adafactor", "adagrad", "rmsprop", "sgd", None)
+    opts = [lather.Shampoo(params.values(), root=root, state_dtype=state_dtype, **options | {"graft": g}) for g in grafts]
     for opt in opts:
         for _ in range(3):
             for p in params.values():

@@ -286,7 +286,7 @@ def strict_about_nan(layout: str) -> None:
 
 def failing_refreshes(layout: str) -> None:
     """A factor of one block is so large on its owner that its roots fail, until that is an error."""
-    run = Run(layout, Case({"max_failed_refreshes": 2, "precondition_frequency": 1})).advance(1, 2)
+    run = Run(layout, Case({"max_failed_refreshes": 2, "precondition_frequency": 1, "graft": "adam"})).advance(1, 2)
     state = run.opt.state[run.model.get_parameter("low.weight")]
     if "L0.0" in state and (dist.get_world_size() == 2 or dist.get_rank() % 2):  # of two owners in a world of four, one
         state["L0.0"].fill_(torch.finfo(torch.float32).max)
