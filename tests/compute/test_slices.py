@@ -120,8 +120,8 @@ def test_slices_that_go_together_are_of_one_kind(monkeypatch):
     ],
 )
 def test_methods_that_update_factors_in_their_own_way(method, graft, beta3, expected, monkeypatch):
-    """Or have none. Vectors follow Adam where the graft is of factors, and with SOAP without a graft; with Nesterov's filter they do not
-    look ahead. In these cases they go apart."""
+    """Or have none. Vectors go apart where they follow Adam and matrices do not, as with SOAP without a graft, and with Nesterov's
+    filter, as they do not look ahead."""
     monkeypatch.setattr(slices, "suits", lambda *_: True)
     group = settings(preconditioner=method, graft=graft, beta3=beta3)
     banks = [(key((8, 8)), 2), (key((8,), (), kind="graft"), 2)]

@@ -13,14 +13,33 @@ from torch import Tensor
 import lather
 from lather import methods
 from lather.compute.refresh import Batch, Due, cut_into_batches
-from lather.methods import GRAFTS, Context, Graft, Hyper, Kronecker, Method, Stack, Transform, filter_gradient, init_filter
+from lather.methods import GRAFTS, Context, Graft, Hyper, Kronecker, Method, Stack, State, Transform, filter_gradient, init_filter
 from lather.options import readers
 from lather.roots import POLARS
 from lather.settings import check_options
 
 DEFAULTS = {name: option.default for name, option in lather.options.OPTIONS.items()}
+
+
+class OnFactors(Transform):
+    """A graft that reads factors, which are all that this keeps of Shampoo's state."""
+
+    def __init__(self, graft: Graft) -> None:
+        self.graft = graft
+
+    def init(self, stack: Stack, hyper: Hyper) -> State:
+        state = methods.METHODS["shampoo"].init(stack, hyper)
+        return {role: value for role, value in state.items() if role.startswith("L")}
+
+    def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
+        methods.METHODS["shampoo"].accumulate(state, grad, ctx)
+
+    def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
+        return self.graft.apply(state, u, ctx)
+
+
 METHODS: dict[str, tuple[Transform, dict[str, Any]]] = {
-    **{f"graft {name}": (method, {"graft": name}) for name, method in GRAFTS.items()},
+    **{f"graft {name}": (OnFactors(method) if method.of_factors else method, {"graft": name}) for name, method in GRAFTS.items()},
     **{name: (method, {"preconditioner": name}) for name, method in methods.METHODS.items()},
     **{f"spectral, {polar}": (methods.METHODS["spectral"], {"preconditioner": "spectral", "polar": polar}) for polar in POLARS},
 }
@@ -62,6 +81,8 @@ def facts(name: str, kind: str, options: str, dtype: torch.dtype) -> Any:
     method, hyper, (shape, modes) = METHODS[name][0], hyper_of(name, options, dtype), STACKS[kind]
     if isinstance(method, Kronecker):
         return name, shape, modes, replace(hyper, packed=hyper.packed and "full" in modes)
+    if isinstance(method, OnFactors):
+        return name, shape, modes, dtype, hyper.beta2, hyper.packed and "full" in modes
     kept = dtype if method.init(stack_of(kind, dtype), hyper) else hyper.compute_dtype
     return type(method), shape, method.rates(hyper) if isinstance(method, Graft) else hyper.polar, kept
 

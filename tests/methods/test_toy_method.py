@@ -92,6 +92,7 @@ def _toys() -> Iterator[None]:
 SHAPES = {"weight": (6, 4), "conv": (5, 3, 2), "bias": (6,)}
 TOY: Options = {"preconditioner": "mean_size", "lr": 0.05, "graft": None, "betas": (0.9, 0.95), "beta3": None}
 BASE: Options = {"lr": 0.05, "eps": 1e-3, "precondition_frequency": 3, "max_preconditioner_dim": 4, "refresh_warmup": 0.0}
+BASE |= {"graft": "adam"}  # as by default with a method that does not say that its factors have second moments
 VARIANTS: dict[str, Options] = {
     "plain": {},
     "paper": {key: value for key, value in PAPER.items() if key != "eps"},
@@ -294,6 +295,10 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(name: str, pool: Pool, tmp_p
         ({"refresh": "staggered"}, "refresh='staggered' has no effect with preconditioner='mean_size'"),
         ({"polar": "svd"}, "polar='svd' has no effect with preconditioner='mean_size'; it is read by 'spectral'"),
         ({"preconditioner": "whitened", "exponent": 0.25}, "exponent=0.25 has no effect with preconditioner='whitened'"),
+        (
+            {"preconditioner": "whitened", "graft": "adafactor"},
+            "graft='adafactor' does not go with .*'whitened'.* use graft='adam'",
+        ),
         ({"preconditioner": "whitened", "root": "nwton"}, "did you mean 'newton'"),
         ({"preconditioner": "spectral", "damping": "absolute"}, "damping='absolute' has no effect .*'kl', 'mean_size', 'whitened'"),
     ],
@@ -320,7 +325,8 @@ def test_groups_with_methods_of_their_own() -> None:
     opt = lather.Shampoo([{"params": [p], "preconditioner": m} for p, m in zip(params, methods, strict=True)], eps=1e-3)
     advance(opt, params, 1, 11)
     assert [row.method for row in opt.plan().params] == list(methods)
-    assert [sorted({key[0] for key in opt.state[p]} - {"s"}) for p in params] == [list("amv"), list("LXmv"), list("LXmv")]
+    assert [sorted({key[0] for key in opt.state[p]} - {"s"}) for p in params] == [list("amv"), list("LXmv"), list("LXm")]
+    assert [group["graft"] for group in opt.param_groups] == ["adam", "adam", "adafactor"]
 
 
 def test_the_table_of_options_has_it() -> None:
