@@ -60,7 +60,8 @@ def test_corrections_of_some_slots():
 def test_slices_read_their_part_of_what_is_alive(monkeypatch):
     """In memory that stays where it is, because graphs hold its address."""
     monkeypatch.setattr(slices, "suits", lambda *_: True)
-    opt = lather.Shampoo([torch.nn.Parameter(torch.zeros(shape)) for shape in ((8, 8), (8, 8), (5,))], beta3=None)
+    shapes = ((8, 8), (8, 8), (5,))
+    opt = lather.Shampoo([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes], beta3=None, graft="adam")
     (executor,) = opt._session.prepare(opt.param_groups, opt.state).units[0].executors
     alive = executor._buffers.alive
     assert [(x.data_ptr(), len(x)) for x in executor._alive] == [(alive.data_ptr(), 2), (alive[2:].data_ptr(), 1)]

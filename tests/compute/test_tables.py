@@ -14,7 +14,7 @@ from lather.compute import slices, tables
 from lather.compute.slices import Window, scratch_sizes
 from lather.compute.tables import Tables, running_totals
 from lather.kernels import schema
-from lather.kernels.schema import Alignment, FactorJob, SlotTable, TensorAddresses, ThinChunk, ThinFactor, Tile
+from lather.kernels.schema import Alignment, FactorJob, RankOne, SlotTable, TensorAddresses, ThinChunk, ThinFactor, Tile
 
 KERNELS = [Path(schema.__file__).with_name(f"{name}.py") for name in ("copies", "step", "dense", "tiles")]
 
@@ -50,14 +50,14 @@ def test_kernels_find_every_column_by_its_name():
 def made_for(shapes, monkeypatch, **options):
     """A run on the CPU, the executor of slices that kernels would compute together, their tables, and the buffer of halves.
 
-    With Nesterov's filter, matrices and vectors would have executors of their own."""
+    With Nesterov's filter, or by default another graft, matrices and vectors would have executors of their own."""
     monkeypatch.setattr(slices, "suits", lambda *_: True)
-    opt = lather.Shampoo([torch.nn.Parameter(torch.randn(shape)) for shape in shapes], **{"beta3": None} | options)
+    opt = lather.Shampoo([torch.nn.Parameter(torch.randn(shape)) for shape in shapes], **{"beta3": None, "graft": "adam"} | options)
     run = opt._session.prepare(opt.param_groups, opt.state)
     (found,) = run.units[0].executors
     dtype, numel = scratch_sizes(found.slices, opt._session.settings[0])["halves"]
     halves = torch.zeros(numel, dtype=dtype)
-    return run, found, Tables(found.slices, halves), halves
+    return run, found, Tables(found.slices, halves, found.graft.of_factors), halves
 
 
 def rows_of(table, kind):
@@ -75,8 +75,7 @@ def small(monkeypatch):
 def test_every_column_of_a_known_block(monkeypatch):
     """The right half of a matrix of 44 columns, which has two tiles."""
     small(monkeypatch)
-    options = {"max_preconditioner_dim": 24, "betas": (0.9, 0.99), "graft": "adam"}
-    run, found, made, halves = made_for([(5,), (17, 44)], monkeypatch, **options)
+    run, found, made, halves = made_for([(5,), (17, 44)], monkeypatch, max_preconditioner_dim=24, betas=(0.9, 0.99))
     blocks = [block for part in found.slices for block in part.blocks]
     slot = next(i for i, block in enumerate(blocks) if block.region.start == (0, 22))
     block, numel = blocks[slot], 17 * 22
@@ -98,6 +97,7 @@ def test_every_column_of_a_known_block(monkeypatch):
         flat_offset=flat_offset,
         filter_address=state["m"].data_ptr(),
         moment_address=state["v"].data_ptr(),
+        row_size=22,
         half_address=half_address,
         columns=22,
         padded_columns=32,
@@ -123,6 +123,55 @@ def test_every_column_of_a_known_block(monkeypatch):
         for mode, side in enumerate((17, 22))
     )
     assert len(jobs) == 6 and rows in jobs and columns in jobs
+    assert made.rank_one is None
+
+
+def second_moments(shapes, monkeypatch, **options):
+    """Tables of blocks whose second moments are of rank one: for each slot its state, its row, and its first tile."""
+    _, found, made, _ = made_for(shapes, monkeypatch, graft="adafactor", merge_dims=False, **options)
+    states = [{role: x[i] for role, x in part.state.items()} for part in found.slices for i in range(part.n)]
+    tiles = {row.slot: row for each in made.ranges for row in rows_of(each.tiles, Tile) if row.start == 0}
+    return made, states, rows_of(made.rank_one.jobs, RankOne), [tiles[slot] for slot in range(len(states))]
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "expected"),
+    [
+        ((5, 16), {}, {"first": (5, 6), "second": (16, 17)}),
+        ((5, 16), {"factors": "packed"}, {"first": (5, 0), "second": (16, 0)}),
+        ((5, 16), {"large_dim": "diagonal", "max_preconditioner_dim": 8}, {"first": (5, 6), "second": (16, 1)}),
+        ((5, 4, 6), {}, {"first": (5, 6), "second": (4, 5), "third": (6, 7)}),
+        ((5,), {"precondition_1d": True}, {"first": (5, 6)}),
+    ],
+    ids=str,
+)
+def test_second_moments_of_rank_one(shape, options, expected, monkeypatch):
+    """Sides and strides of the diagonals of a block's factors; 0 says that these are packed."""
+    made, states, jobs, tiles = second_moments([shape] * 2, monkeypatch, **options)
+    assert len(states) == len(jobs) == 2
+    row_size, begin = math.prod(shape[1:]), made.rank_one.vectors.data_ptr()
+    for i, (state, job, tile) in enumerate(zip(states, jobs, tiles, strict=True)):
+        assert "v" not in state
+        known = {"address": begin + 4 * i * (-(-(shape[0] + row_size) // 16) * 16)}  # each begins where a vector may be read
+        for mode, nth in enumerate(("first", "second", "third")):
+            side, stride = expected.get(nth, (1, 0))
+            address = state[f"L{mode}"].data_ptr() if nth in expected else 0
+            known |= {f"{nth}_address": address, f"{nth}_side": side, f"{nth}_stride": stride}
+        assert job == RankOne(**known)
+        assert (tile.moment_address, tile.row_size) == (job.address, row_size)
+    assert made.rank_one.vectors.numel() * 4 >= jobs[-1].address - begin + 4 * (shape[0] + row_size)
+
+
+def test_elements_are_read_one_by_one_if_vectors_of_them_would_cross_rows(monkeypatch):
+    """All of these could be read eight at a time, but not with a second moment that has an entry for each row."""
+    shapes = [(8, 16), (16, 12), (8, 4, 4), (8, 4, 3), (6, 4)]
+    apart = {16: Alignment.CONTIGUOUS, 12: Alignment.SCATTERED, 4: Alignment.SCATTERED}
+    made, _, _, tiles = second_moments(shapes, monkeypatch)
+    assert sorted(tile.row_size for tile in tiles) == [4, 12, 12, 16, 16]
+    for each in made.ranges:
+        assert {apart[tile.row_size] for tile in rows_of(each.tiles, Tile)} == {each.alignment}
+    _, _, plain, _ = made_for(shapes, monkeypatch, merge_dims=False)
+    assert [each.alignment for each in plain.ranges] == [Alignment.CONTIGUOUS]
 
 
 def test_tables(monkeypatch):
