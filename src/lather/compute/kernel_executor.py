@@ -32,6 +32,7 @@ from .slices import DEPTH, SIDE, THIN_SIDE, BoundSlice, half_plane, scratch_size
 from .tables import REDUCE, Tables, ThinLaunch, running_totals
 
 ROWS = 1024  # entries of a diagonal that a kernel takes at a time
+REGISTERS = 128  # of a thread, so that two programs of 8 warps run side by side
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -325,7 +326,7 @@ class KernelExecutor(Executor[Seen]):
             partial(
                 kernels.gram[len(found.jobs),], found.jobs, b.alive, b.scale, self._plane, b.numbers, HALVES=v.halves,
                 ROWS=found.by_rows, EVEN=found.aligned, PACKED=self._packed, SIDE=SIDE, DEPTH=DEPTH, num_warps=8,
-                num_stages=stages(self.device),
+                num_stages=stages(self.device), maxnreg=REGISTERS if v.halves == 1 else None,
             )
             for found in tables.factors
         ]  # fmt: skip

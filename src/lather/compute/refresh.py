@@ -66,7 +66,7 @@ def _make_and_do(make: Callable[[], Batch], counts: Sequence[Tensor], left: Sequ
 def _do(batch: Batch, counts: Sequence[Tensor], left: Sequence[set[int]]) -> None:
     """Work off a batch. ``left`` are the slots of every job that are still to be done."""
     for number, slots, ok in batch():
-        index, failed = positions(tuple(slots), ok.device), counts[number]
+        index, failed = index_of(slots, ok.device), counts[number]
         failed[index] = torch.where(ok, 0, failed[index] + 1)
         left[number].difference_update(slots)
 
@@ -208,7 +208,7 @@ def _put(method: Kronecker, job: Due, index: slice | Tensor, alive: Tensor, side
     that are used later wait as ``Y``."""
     state, ok = job.state, torch.ones_like(alive)
     for side in sides:
-        ok = ok & side.ok & _survives(side.fresh, side.target.dtype)
+        ok = ok & _survives(side)
     new: dict[int, Tensor] = {}
     for side in sides:
         for role, value in side.fresh.items():
@@ -225,13 +225,14 @@ def _put(method: Kronecker, job: Due, index: slice | Tensor, alive: Tensor, side
     return ok | ~alive
 
 
-def _survives(fresh: State, kept: torch.dtype) -> Tensor | bool:
-    """Whether a root is finite and not zero also in the dtype that it is kept in. That of a zero factor is not kept."""
-    if "X" not in fresh or fresh["X"].dtype == kept:
-        return True
-    rounded = fresh["X"].to(kept)
+def _survives(side: _Side) -> Tensor:
+    """Whether a root is ok, and finite and not zero also in the dtype that it is kept in. That of a zero factor is not kept."""
+    kept = side.target.dtype
+    if "X" not in side.fresh or side.fresh["X"].dtype == kept:
+        return side.ok
+    rounded = side.fresh["X"].to(kept)
     diagonal = rounded.diagonal(dim1=1, dim2=2) if rounded.dim() == 3 else rounded
-    return (rounded.isfinite().flatten(1).all(1) & diagonal.ne(0).all(1)) | (diagonal[:, 0] < 0)
+    return side.ok & (rounded.isfinite().flatten(1).all(1) & diagonal.ne(0).all(1) | (diagonal[:, 0] < 0))
 
 
 def _identity_like(a: Tensor) -> Tensor:

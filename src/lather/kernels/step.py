@@ -142,7 +142,7 @@ def _corrections(numbers, corrections, slot, n, UNIFORM: tl.constexpr):
 def _own(u, v, correction, eps, MOMENT: tl.constexpr):
     """The graft's own direction for the filtered gradient. NaN where the moment is not finite."""
     if MOMENT:
-        u = u / (tl.sqrt(v / correction) + eps)
+        u = u / (tl.sqrt(v * (1 / correction)) + eps)
         if MOMENT == RANK_ONE:
             u = tl.minimum(tl.maximum(u, -1.0), 1.0)
         u = tl.where(v < float("inf"), u, float("nan"))
@@ -157,16 +157,17 @@ def _own_of_tile(row, filtered, flat_index, index, inside, corrections, slot, n,
     else:
         u = tl.load(at_offset(filtered, flat_index, ALIGNED), inside, 0.0)
     first, second = _corrections(numbers, corrections, slot, n, UNIFORM)
-    u = u / first
+    u *= 1 / first
     v = u
     if MOMENT == STORED:
         v = tl.load(in_state(row, MOMENT_ADDRESS, index, ALIGNED, tl.float32), inside, 0.0).to(tl.float32)
     if MOMENT == RANK_ONE:
-        shares, row_size = tl.load(row + MOMENT_ADDRESS).to(tl.pointer_type(tl.float32)), tl.load(row + ROW_SIZE).to(tl.int32)
-        at_share = shares + index % row_size
+        shares, row_size = tl.load(row + MOMENT_ADDRESS).to(tl.pointer_type(tl.float32)), tl.load(row + ROW_SIZE).to(tl.uint32)
+        number = index.to(tl.uint32) // row_size
+        at_share = shares + (index.to(tl.uint32) - number * row_size)
         if ALIGNED:
             at_share = tl.max_contiguous(tl.multiple_of(at_share, 16), 8)
-        v = tl.load(shares + (row_size + index // row_size), inside, 0.0) * tl.load(at_share, inside, 0.0)
+        v = tl.load(shares + (row_size + number), inside, 0.0) * tl.load(at_share, inside, 0.0)
     return _own(u, v, second, _number(numbers, GRAFT_EPS), MOMENT)
 
 
@@ -283,12 +284,12 @@ def size_of_directions(
     index, inside = elements(row, ALIGNED, BLOCK)
     at = tl.load(row + FLAT_OFFSET) + index
     p = tl.load(at_offset(flat, at, ALIGNED), inside, 0.0)
-    tl.store(partial + tl.program_id(0), tl.sum(p * p))
-    if MOMENT == RANK_ONE:
+    if MOMENT == RANK_ONE:  # first, so that nothing is waited for twice
         u = _own_of_tile(
             row, filtered, at, index, inside, corrections, slot, n, numbers, MOMENT, IN_STATE, UNIFORM, ALIGNED
         )  # fmt: skip
         tl.store(own + tl.program_id(0), tl.sum(tl.where(inside, u * u, 0.0)))
+    tl.store(partial + tl.program_id(0), tl.sum(p * p))
 
 
 @triton.jit(**ONE_BY_ONE)
@@ -371,22 +372,41 @@ def apply(
 
 
 @triton.jit
-def _grow(factor, total, slot, ri, rj, side, alive, scale, numbers, EVEN: tl.constexpr, PACKED: tl.constexpr):
-    """A tile of a factor takes in ``total``, a product of scaled gradients."""
-    inside = (ri[:, None] < side) & (rj[None, :] < side)
-    if PACKED:
-        at = factor + ((ri * (ri + 1) // 2)[:, None] + rj[None, :])
-        inside = inside & (rj[None, :] <= ri[:, None])
+def _grow(
+    factor, total, slot, ri, first_column, side, mirrored, alive, scale, numbers,
+    EVEN: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """A tile of a factor takes in ``total``, a product of scaled gradients. Its mirror image does too if it is ``mirrored``.
+
+    The columns are done in ``PARTS``, one after the other: with fewer registers, two programs run side by side.
+    """
+    if PARTS > 1:
+        rows: tl.constexpr = total.shape[0]
+        columns: tl.constexpr = total.shape[1] // 2
+        left, right = tl.split(tl.permute(tl.reshape(total, [rows, 2, columns]), [0, 2, 1]))
+        _grow(factor, left, slot, ri, first_column, side, mirrored, alive, scale, numbers, EVEN, PACKED, PARTS // 2)
+        _grow(factor, right, slot, ri, first_column + columns, side, mirrored, alive, scale, numbers, EVEN, PACKED, PARTS // 2)
     else:
-        at = factor + (ri[:, None] * side + rj[None, :])
-        if EVEN:
-            at = tl.multiple_of(at, (16, 16))
-    s = 1 / tl.load(scale + slot)
-    old = tl.load(at, inside, 0.0)
-    grown = _number(numbers, FACTOR_KEEP) * old + _number(numbers, FACTOR_TAKE) * (total * s * s)
-    new = tl.where(tl.load(alive + slot) != 0, grown, old)
-    tl.store(at, new, inside)
-    return new
+        rj = first_column + tl.arange(0, total.shape[1])
+        inside = (ri[:, None] < side) & (rj[None, :] < side)
+        if PACKED:
+            at = factor + ((ri * (ri + 1) // 2)[:, None] + rj[None, :])
+            inside = inside & (rj[None, :] <= ri[:, None])
+        else:
+            at = factor + (ri[:, None] * side + rj[None, :])
+            if EVEN:
+                at = tl.multiple_of(at, (16, 16))
+        s = 1 / tl.load(scale + slot)
+        old = tl.load(at, inside, 0.0)
+        grown = _number(numbers, FACTOR_KEEP) * old + _number(numbers, FACTOR_TAKE) * (total * s * s)
+        new = tl.where(tl.load(alive + slot) != 0, grown, old)
+        tl.store(at, new, inside)
+        if not PACKED:  # noqa: SIM102 (Triton evaluates both sides of `and`)
+            if mirrored:
+                mirror = factor + (rj[:, None] * side + ri[None, :])
+                if EVEN:
+                    mirror = tl.multiple_of(mirror, (16, 16))
+                tl.store(mirror, new.T, (rj[:, None] < side) & (ri[None, :] < side))
 
 
 @triton.jit
@@ -430,13 +450,11 @@ def gram(
         if tl.load(job + JOB_TILE_ROW) == tl.load(job + JOB_TILE_COLUMN):
             total = (total + total.T) / 2
     factor = tl.load(job + JOB_FACTOR_ADDRESS).to(tl.pointer_type(tl.float32))
-    new = _grow(factor, total, slot, ri, rj, side, alive, scale, numbers, EVEN, PACKED)
-    if not PACKED:  # noqa: SIM102 (Triton evaluates both sides of `and`)
-        if tl.load(job + JOB_TILE_ROW) != tl.load(job + JOB_TILE_COLUMN):
-            mirror = factor + (rj[:, None] * side + ri[None, :])
-            if EVEN:
-                mirror = tl.multiple_of(mirror, (16, 16))
-            tl.store(mirror, new.T, (rj[:, None] < side) & (ri[None, :] < side))
+    tile_row, tile_column = tl.load(job + JOB_TILE_ROW).to(tl.int32), tl.load(job + JOB_TILE_COLUMN).to(tl.int32)
+    _grow(
+        factor, total, slot, ri, tile_column * SIDE, side, tile_row != tile_column, alive, scale, numbers, EVEN, PACKED,
+        PARTS=4 if SIDE >= 128 else 1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -472,4 +490,4 @@ def thin_factors(factors, sums, alive, scale, numbers, PACKED: tl.constexpr, SID
     for i in range(0, tl.load(row + THIN_NUM_CHUNKS)):
         total += tl.load(sums + (first + i) * SIDE * SIDE + k[:, None] * SIDE + k[None, :])
     factor = tl.load(row + THIN_FACTOR_ADDRESS).to(tl.pointer_type(tl.float32))
-    _grow(factor, total, slot, k, k, side, alive, scale, numbers, False, PACKED)
+    _grow(factor, total, slot, k, 0, side, False, alive, scale, numbers, False, PACKED, 1)

@@ -147,7 +147,7 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
     """Refuse param groups that were not made for this optimizer.
 
     One that has not ``started`` takes over how dimensions are cut, as checkpoints of version 1 have other blocks, Adam's second
-    moment, as it was kept by default up to version 3, and master weights. Where it has master weights, any file will do:
+    moment, as earlier ones kept it by default, and master weights. Where it has master weights, any file will do:
     parameters stand in for them. Factors and roots may be packed or not.
     """
     sizes, ours = [len(group["params"]) for group in saved], [len(group["params"]) for group in live]
