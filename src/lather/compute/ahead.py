@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, final
 
 import torch
@@ -36,20 +37,22 @@ def compile_kernels(launch: Callable[[], None]) -> None:
 
     device = torch.cuda.current_device()
     with _one_at_a_time, ThreadPoolExecutor(THREADS, "lather", torch.cuda.set_device, (device,)) as pool:
-        mode = triton.AsyncCompileMode(pool, ignore_errors=True)
+        executor: Any = SimpleNamespace(submit=lambda make: pool.submit(_loaded, make))
+        mode = triton.AsyncCompileMode(executor, ignore_errors=True)
         JITFunction.run = only_compile
         try:
             with suppress(Exception), mode, _NothingChanges():
                 launch()
         finally:
             JITFunction.run = run
-        list(pool.map(_load, mode.future_kernels.values()))
 
 
-def _load(kernel: Any) -> None:
-    """Onto the device, with the function that launches it."""
+def _loaded(make: Callable[[], Any]) -> Any:
+    """A kernel on the device, with what launches it."""
+    kernel = make()
     with suppress(Exception):
-        _ = kernel.result().run
+        _ = kernel.run
+    return kernel
 
 
 @final

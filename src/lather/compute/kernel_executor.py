@@ -305,7 +305,8 @@ class KernelExecutor(Executor[Seen]):
         if v.clear:
             self._memory["halves"].zero_()
         slots = {"alive": b.alive, "scale": b.scale, "corrections": b.corrections, "n": self.n, "UNIFORM": v.uniform}
-        copies = {"plain": self._memory.get("plain"), "filtered": self._memory.get("filtered"), "plane": self._plane}
+        flat = self._memory["flat"]  # stands in for what is not there: for None Triton would build another launcher
+        copies = {"plain": self._memory.get("plain", flat), "filtered": self._memory.get("filtered", flat), "plane": self._plane}
         made = {"FILTER": v.filtered, "LOOKS_AHEAD": v.looks_ahead, "SECOND": v.second, "PLAIN": v.plain, "HALVES": v.halves}
         made |= {"KEPT": _type(v.kept)}
         if self.method and self.method.judges:  # it needs the gradients as they are, before anything is averaged
@@ -378,7 +379,7 @@ class KernelExecutor(Executor[Seen]):
             LINEAR=self.method is None or self.method.linear, UNIFORM=v.uniform, ROOT=_type(v.root), BLOCK=REDUCE, num_warps=1,
         )  # fmt: skip
         addresses = {"weights": b.addresses.parameters, "momenta": b.addresses.momenta}
-        buffers = {"flat": flat, "filtered": self._memory.get(v.filtered_in), **addresses}
+        buffers = {"flat": flat, "filtered": self._memory.get(v.filtered_in, flat), **addresses}
         slots = {"slots": tables.slots, "alive": b.alive, "gain": b.gain, "corrections": b.corrections, "n": self.n}
         slots |= {"numbers": b.numbers, "UNIFORM": v.uniform}
         made = {"IN_STATE": v.filtered_in == "m", "SECOND": v.second, "MOMENTUM": v.momentum, "NESTEROV": v.nesterov}
