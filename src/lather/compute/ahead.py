@@ -22,8 +22,8 @@ _one_at_a_time = threading.Lock()
 def compile_kernels(launch: Callable[[], None]) -> None:
     """Compile the kernels that ``launch`` launches, and do nothing else.
 
-    It must be fit for a graph: then it changes nothing but memory, and what goes through it without those changes leaves no trace.
-    What cannot be compiled here is compiled when it is launched.
+    It must be fit for a graph: then it changes nothing but memory, and who goes through it without those changes leaves no trace.
+    Errors are left to the launch itself.
     """
     import triton
     from triton.runtime.jit import JITFunction
