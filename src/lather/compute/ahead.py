@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from types import SimpleNamespace
 from typing import Any, final
 
@@ -28,21 +29,24 @@ def compile_kernels(launch: Callable[[], None]) -> None:
     import triton
     from triton.runtime.jit import JITFunction
 
-    if not hasattr(triton, "AsyncCompileMode"):  # an old one
+    if not hasattr(triton, "AsyncCompileMode"):  # before Triton 3.5
         return
     run, thread = JITFunction.run, threading.get_ident()
 
     def only_compile(self: Any, *args: Any, warmup: bool, **given: Any) -> Any:
         return run(self, *args, warmup=warmup or threading.get_ident() == thread, **given)
 
+    def walk() -> None:
+        with triton.AsyncCompileMode(executor), _NothingChanges():
+            launch()
+
     device = torch.cuda.current_device()
     with _one_at_a_time, ThreadPoolExecutor(THREADS, "lather", torch.cuda.set_device, (device,)) as pool:
         executor: Any = SimpleNamespace(submit=lambda make: pool.submit(_loaded, make))
-        mode = triton.AsyncCompileMode(executor, ignore_errors=True)
         JITFunction.run = only_compile
         try:
-            with suppress(Exception), mode, _NothingChanges():
-                launch()
+            with suppress(Exception):
+                copy_context().run(walk)  # a copy, because after an error Triton's mode stays on
         finally:
             JITFunction.run = run
 
