@@ -10,6 +10,7 @@ from typing import Any, final
 
 import torch
 
+from .ahead import compile_kernels
 from .background import stream_of
 
 BRANCHES = 4  # of a graph, at most: libraries keep 32 MiB for every stream
@@ -37,6 +38,8 @@ class Graphs:
             if key not in self._seen:
                 if len(self._seen) < self.MOST:
                     self._seen.add(key)
+                    if not is_capturing():
+                        compile_kernels(launch)
                 launch()
                 return
             if not self._enabled or torch.cuda.is_current_stream_capturing():

@@ -307,14 +307,10 @@ class KernelExecutor(Executor[Seen]):
         if v.clear:
             self._memory["halves"].zero_()
         slots = {"alive": b.alive, "scale": b.scale, "corrections": b.corrections, "n": self.n, "UNIFORM": v.uniform}
-        copies = {"plain": self._memory.get("plain"), "filtered": self._memory.get("filtered"), "plane": self._plane}
-        made = {
-            "FILTER": v.filtered,
-            "LOOKS_AHEAD": v.looks_ahead,
-            "SECOND": v.moment is Moment.STORED,
-            "PLAIN": v.plain,
-            "HALVES": v.halves,
-        }
+        flat = self._memory["flat"]  # stands in for what is not there: for None Triton would build another launcher
+        copies = {"plain": self._memory.get("plain", flat), "filtered": self._memory.get("filtered", flat), "plane": self._plane}
+        made = {"FILTER": v.filtered, "LOOKS_AHEAD": v.looks_ahead, "PLAIN": v.plain, "HALVES": v.halves}
+        made["SECOND"] = v.moment is Moment.STORED
         made |= {"KEPT": _type(v.kept)}
         if self.method and self.method.judges:  # it needs the gradients as they are, before anything is averaged
             only = made | {"FILTER": False, "LOOKS_AHEAD": False, "SECOND": False}
@@ -381,7 +377,7 @@ class KernelExecutor(Executor[Seen]):
                 partial(kernels.rank_one_moments[len(tables.rank_one.jobs),], tables.rank_one.jobs, BLOCK=ROWS, num_warps=4)
             )
         side_by_side(works)
-        buffers: dict[str, Any] = {"flat": flat, "filtered": self._memory.get(v.filtered_in)}
+        buffers: dict[str, Any] = {"flat": flat, "filtered": self._memory.get(v.filtered_in, flat)}
         buffers |= {"corrections": b.corrections, "n": self.n, "numbers": b.numbers}
         kinds = {"MOMENT": int(v.moment), "IN_STATE": v.filtered_in == "m", "UNIFORM": v.uniform}
         if any(goes) and v.graft:

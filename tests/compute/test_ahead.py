@@ -1,0 +1,88 @@
+"""Kernels that are compiled before they are launched, without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lather.compute.ahead import _NothingChanges, compile_kernels
+
+has_mode = importlib.util.find_spec("triton") is not None and hasattr(importlib.import_module("triton"), "AsyncCompileMode")
+needs_triton = pytest.mark.skipif(not has_mode, reason="needs Triton 3.5 or later, which there is for Linux")
+
+
+def test_only_what_is_new_is_written():
+    old, other, ok = torch.ones(4, 4), torch.ones(2), torch.zeros((), dtype=torch.int32)
+    with _NothingChanges():
+        assert old.add_(1) is old
+        assert torch.mul(old, 3, out=old) is old
+        torch._foreach_add_([old, other], 1)
+        old[0] = 5
+        old.view(-1)[1:].zero_()
+        old.T.copy_(torch.zeros(4, 4))
+        lower, info = torch.linalg.cholesky_ex(torch.eye(4), out=(old, ok))
+        assert lower is old and info is ok
+        new = old + 1
+        new[0].add_(5)
+        new += torch.zeros(4, 4).fill_(1.0)
+        torch.add(old[0], old[0], out=new[1])
+        into = torch.empty(4, 4)
+        torch.bmm(torch.eye(4)[None], old[None], out=into[None])
+    assert old.eq(1).all() and other.eq(1).all()
+    assert new.tolist() == [[8.0] * 4, [2.0] * 4, [3.0] * 4, [3.0] * 4] and into.eq(1).all()
+
+
+@needs_triton
+def test_kernels_are_compiled_and_loaded_but_not_launched(monkeypatch, tmp_path):
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    from lather.kernels import moments
+
+    loaded, launched, threads = [], [], set()
+
+    def launcher(source, metadata):
+        loaded.append(source.fn.__name__)
+        threads.add(threading.get_ident())
+        return lambda *args: launched.append(source.fn.__name__)
+
+    utils = SimpleNamespace(
+        load_binary=lambda *args: (1, 1, 0, 0, 1024), get_device_properties=lambda device: {"max_shared_mem": 1 << 20}
+    )
+    device = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        launcher_cls=launcher,
+        utils=utils,
+    )
+    monkeypatch.setattr(driver, "_active", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    run, w, one = JITFunction.run, torch.zeros(2, 8), torch.ones(2)
+
+    def launch():
+        w.add_(1)
+        for block in (128, 256, 256):
+            moments.take_in[1, 2](w, w, one, 0.5, 0.5, 8, BLOCK=block)
+        moments.divide[1, 2](w, w, one, one, 0.5, 0.5, 0.5, 0.5, 8, PER_SLOT=True, BLOCK=128)
+
+    def fails():
+        launch()
+        moments.take_in[1, 2](w, w, one, 0.5, 0.5, 8, BLOCK=100)  # not a power of two
+        raise ValueError
+
+    compile_kernels(launch)
+    assert sorted(loaded) == ["divide", "take_in", "take_in"] and launched == []
+    assert threading.get_ident() not in threads and w.eq(0).all() and JITFunction.run is run
+    compile_kernels(fails)
+    launch()
+    assert len(loaded) == 3 and launched == ["take_in"] * 3 + ["divide"] and w.eq(1).all()
+    with pytest.raises(Exception, match="power of 2"):
+        moments.take_in[1, 2](w, w, one, 0.5, 0.5, 8, BLOCK=100)
