@@ -184,7 +184,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "shampoo+onesided": {"preconditioner": "one_sided_if_wide"} | WHOLE,
     "shampoo+onesided-all": {"preconditioner": "one_sided"} | WHOLE,
     "shampoo+blockmean": {"preconditioner": "shampoo_by_torch", "graft": "block_mean"},
-    "shampoo+rankone": {"preconditioner": "shampoo_by_torch", "graft": "rank_one"},
 }
 AROUND: dict[str, Idea] = {
     "shampoo+cautious": cautious,

@@ -163,26 +163,6 @@ class BlockMean(Stateless):
         return u / per_slot((trace / u[0].numel()).sqrt() + ctx.hyper.graft_eps, u)
 
 
-class RankOne(Stateless):
-    """Adam with a second moment of rank one for each block (as Adafactor has, arXiv 1804.04235): ``V = r c^T / sum(r)``.
-
-    ``r`` and ``c`` are sums of squares over rows and columns. Shampoo keeps them already, as the diagonals of its factors.
-    """
-
-    elementwise = "adam"
-    reads = frozenset({"graft_eps"})
-
-    def apply(self, state: State, u: Tensor, ctx: Context) -> Tensor:
-        v = torch.ones_like(u)
-        for i in range(u.dim() - 1):
-            factor = factors_of(state, i, slice(None), u.dtype)
-            diagonal = factor.diagonal(dim1=1, dim2=2) if factor.dim() == 3 else factor
-            sum_ = diagonal.sum(1, keepdim=True)
-            share = diagonal if i == 0 else diagonal / torch.where(sum_ > 0, sum_, 1)
-            v *= share.view(len(u), *(-1 if j == i else 1 for j in range(u.dim() - 1)))
-        return u / (v / per_slot(factor_correction(ctx), v)).sqrt_().add_(ctx.hyper.graft_eps)
-
-
 WIDE = 2.0  # a matrix with one side this many times the other
 
 
@@ -193,5 +173,4 @@ def register_all() -> None:
     for method in (ShampooPolar(), SoapPolar(), NormalisedRows(), KLSoap(), ByTorch(), *wide):
         register(method)
     GRAFTS["block_mean"] = BlockMean()
-    GRAFTS["rank_one"] = RankOne()
     OPTIONS["graft"] = replace(OPTIONS["graft"], check=lambda name, value: value)  # GRAFTS has no others
