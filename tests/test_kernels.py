@@ -87,6 +87,7 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     for module in (kernel_executor, products):
         monkeypatch.setattr(module, "stages", lambda device: rule(torch.device("cuda")))
+    monkeypatch.setattr(kernel_executor, "registers", lambda device: 128 if gpu >= 90 else None)
     monkeypatch.setattr(slices, "suits", lambda device, *rest: suits("cuda", *rest))
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

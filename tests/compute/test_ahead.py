@@ -38,6 +38,7 @@ def test_only_what_is_new_is_written():
 
 @needs_triton
 def test_kernels_are_compiled_and_loaded_but_not_launched(monkeypatch, tmp_path):
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
@@ -86,3 +87,20 @@ def test_kernels_are_compiled_and_loaded_but_not_launched(monkeypatch, tmp_path)
     assert len(loaded) == 3 and launched == ["take_in"] * 3 + ["divide"] and w.eq(1).all()
     with pytest.raises(Exception, match="power of 2"):
         moments.take_in[1, 2](w, w, one, 0.5, 0.5, 8, BLOCK=100)
+    assert triton.runtime._async_compile.active_mode.get() is None
+
+    def takes_in_more():
+        moments.take_in[1, 2](w, w, one, 0.5, 0.5, 8, BLOCK=512)
+
+    compiler, calls = moments.take_in.compile, []
+
+    def without_room(*args, **given):
+        calls.append(threading.get_ident())
+        if len(calls) == 1:
+            raise OSError("no room")
+        return compiler(*args, **given)
+
+    monkeypatch.setattr(moments.take_in, "compile", without_room)
+    compile_kernels(takes_in_more)
+    takes_in_more()
+    assert len(calls) == 2 and launched[-1] == "take_in" and len(launched) == 5  # what failed once is tried again

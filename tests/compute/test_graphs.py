@@ -52,7 +52,8 @@ def cuda(monkeypatch):
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(module, "stream_of", lambda device, number: Stream())
-    monkeypatch.setattr(module, "compile_kernels", lambda launch: None)
+    state.compiled = []
+    monkeypatch.setattr(module, "compile_kernels", state.compiled.append)
     return state
 
 
@@ -65,7 +66,13 @@ def test_what_comes_twice_is_captured_and_replayed_from_then_on(cuda):
     cuda.log.clear()
     graphs.run("b", launch)
     graphs.run("a", launch)
-    assert cuda.log == ["launch", "replay"]
+    assert cuda.log == ["launch", "replay"] and cuda.compiled == [launch] * 2
+
+
+def test_nothing_is_compiled_ahead_within_a_capture(cuda):
+    cuda.capturing = True
+    Graphs().run("a", lambda: cuda.log.append("launch"))
+    assert cuda.log == ["launch"] and cuda.compiled == []
 
 
 def test_replays_on_two_streams_take_turns(cuda, monkeypatch):

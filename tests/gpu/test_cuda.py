@@ -404,7 +404,10 @@ def test_the_choice_works_on_this_device(d, e):
     assert solver((a + a.mT) / 2, e, 1e-12, {}).ok.all() and solver.is_capturable(x.device) == (e != 0.455)
 
 
-@pytest.mark.parametrize("options", [{}, {"refresh_delay": 2}, {"graft": None, "precondition_frequency": 5}], ids=str)
+LED = TODAY | {"start_preconditioning_step": 1000}  # by the graft
+
+
+@pytest.mark.parametrize("options", [{}, {"refresh_delay": 2}, {"graft": None, "precondition_frequency": 5}, LED], ids=str)
 def test_state_that_is_not_finite_starts_anew_once(options):
     """The host learns of it later, and must not take old counts for new ones."""
     opt, params, _ = make(**options)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as dcp_state
 from torch import Tensor, nn
 
 import lather
@@ -197,7 +199,7 @@ def test_what_auto_is(options: Options, graft: str | None) -> None:
 
 @pytest.mark.parametrize("preconditioner", ["kl", "soap", "spectral"])
 def test_it_goes_with_shampoo_only(preconditioner: str) -> None:
-    message = rf"graft='adafactor' does not go with preconditioner='{preconditioner}'.* use graft='adam'"
+    message = rf"graft='adafactor', Shampoo's default, does not go with preconditioner='{preconditioner}'.* use graft='adam'"
     with pytest.raises(ValueError, match=message):
         lather.Shampoo([nn.Parameter(torch.zeros(6, 4))], graft="adafactor", preconditioner=preconditioner)
     with pytest.raises(ValueError, match=message):
@@ -253,3 +255,37 @@ def test_an_optimizer_that_has_taken_steps_does_not() -> None:
         lather.Shampoo(params, graft="adam").load_state_dict(saved["adafactor"])
     opt.load_state_dict(saved["adafactor"])
     steps(opt, params, 3, 4)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_checkpoint_code_is_told_what_to_build(tmp_path: Any) -> None:
+    """It takes the options from the file, and reads no state that the optimizer does not have."""
+    model, name = nn.Linear(4, 3), {"model": None}
+    for graft in ("adam", "auto"):
+        opt = lather.Shampoo(model.named_parameters(), graft=graft)
+        state = dcp_state.get_optimizer_state_dict(model, opt)
+        if graft == "adam":
+            dcp.save(name | {"optimizer": state}, checkpoint_id=tmp_path)
+        else:
+            dcp.load(name | {"optimizer": state}, checkpoint_id=tmp_path)
+            with pytest.raises(ValueError, match=r"lacks 'v\.0'.* construct it with graft='adam'"):
+                dcp_state.set_optimizer_state_dict(model, opt, state)
+
+
+@pytest.mark.parametrize("preconditioner", ["kl", "soap", "spectral", None])
+def test_low_memory_keeps_no_second_moment_with_other_methods(preconditioner: str | None) -> None:
+    opt = lather.low_memory([nn.Parameter(torch.ones(4, 3))], preconditioner=preconditioner)
+    assert opt.param_groups[0]["graft"] == "constant"
+
+
+def test_a_factor_that_is_infinite_starts_the_block_anew() -> None:
+    """The graft leads, and its quotient would be zero."""
+    p = nn.Parameter(torch.ones(4, 3))
+    opt = lather.Shampoo([p], start_preconditioning_step=9)
+    p.grad = torch.ones(4, 3)
+    opt.step()
+    opt.state[p]["L0.0"][1, 1] = math.inf
+    with pytest.warns(lather.NumericalWarning, match="starts anew"):
+        opt.step()
+    opt.step()
+    assert opt.state[p]["L0.0"].isfinite().all() and p.isfinite().all()

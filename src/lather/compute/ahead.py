@@ -6,9 +6,10 @@ and otherwise it waits for programs that it starts. These are ptxas and, before 
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, final
 
@@ -42,13 +43,28 @@ def compile_kernels(launch: Callable[[], None]) -> None:
 
     device = torch.cuda.current_device()
     with _one_at_a_time, ThreadPoolExecutor(THREADS, "lather", torch.cuda.set_device, (device,)) as pool:
-        executor: Any = SimpleNamespace(submit=lambda make: pool.submit(_loaded, make))
+        executor: Any = SimpleNamespace(submit=partial(_submit, pool))
         JITFunction.run = only_compile
         try:
             with suppress(Exception):
                 copy_context().run(walk)  # a copy, because after an error Triton's mode stays on
         finally:
             JITFunction.run = run
+
+
+def _submit(pool: ThreadPoolExecutor, make: Callable[[], Any]) -> Future[Any]:
+    """Compile a kernel in a thread. If that fails, as for want of memory, whoever asks for the kernel tries again."""
+    future = pool.submit(_loaded, make)
+    compiled = future.result
+
+    def result() -> Any:
+        try:
+            return compiled()
+        except Exception:
+            return make()
+
+    future.result = result  # type: ignore[method-assign, assignment]
+    return future
 
 
 def _loaded(make: Callable[[], Any]) -> Any:

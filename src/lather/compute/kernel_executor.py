@@ -20,7 +20,7 @@ from ..linalg import are_products_exact, from_host, per_slot
 from ..methods import Context, Hyper, Kronecker, filter_correction
 from ..methods.shampoo import factor_correction
 from ..planning.schedule import started_slots
-from ..roots import stages
+from ..roots import registers, stages
 from ..roots.directions import Sizes
 from ..settings import Settings
 from ..storage.buffers import Scratch
@@ -32,7 +32,6 @@ from .slices import DEPTH, SIDE, THIN_SIDE, BoundSlice, half_plane, scratch_size
 from .tables import REDUCE, Tables, ThinLaunch, running_totals
 
 ROWS = 1024  # entries of a diagonal that a kernel takes at a time
-REGISTERS = 128  # of a thread, so that two programs of 8 warps run side by side
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -322,7 +321,7 @@ class KernelExecutor(Executor[Seen]):
             partial(
                 kernels.gram[len(found.jobs),], found.jobs, b.alive, b.scale, self._plane, b.numbers, HALVES=v.halves,
                 ROWS=found.by_rows, EVEN=found.aligned, PACKED=self._packed, SIDE=SIDE, DEPTH=DEPTH, num_warps=8,
-                num_stages=stages(self.device), maxnreg=REGISTERS if v.halves == 1 else None,
+                num_stages=stages(self.device), maxnreg=registers(self.device) if v.halves == 1 else None,
             )
             for found in tables.factors
         ]  # fmt: skip

@@ -46,7 +46,8 @@ class RankOneLaunch(NamedTuple):
     """Second moments that are made of the diagonals of factors."""
 
     jobs: Tensor  # rows of RankOne
-    vectors: Tensor
+    addresses: list[int]  # of the moments' vectors
+    vectors: Tensor  # their memory
 
 
 class TileRange(NamedTuple):
@@ -76,7 +77,7 @@ class Tables:
         self.rank_one = _rank_one_launch(parts, device) if of_factors else None
         self._one = torch.ones((), dtype=torch.float32, device=device)
         alignments = [_alignment(part, window, of_factors) for part in parts for window in part.windows]
-        moments = iter([] if self.rank_one is None else self.rank_one.jobs[:, position(RankOne, "address")].tolist())
+        moments = iter([] if self.rank_one is None else self.rank_one.addresses)
         tiles, bounds, first_tile, num_tiles = _cut([row for begin in begins for row in _blocks(begin, moments)], alignments)
         tiles, ranges = tiles.to(device), zip(pairwise(bounds), ORDER, strict=True)
         self.ranges = [TileRange(a, tiles[a:b], alignment) for (a, b), alignment in ranges if b > a]
@@ -252,7 +253,7 @@ def _rank_one_launch(parts: Sequence[BoundSlice], device: torch.device) -> RankO
                 stride = 0 if is_packed(factor) else factor.shape[-1] + 1 if factor.dim() == 3 else 1
                 there |= {f"{nth}_address": factor[i].data_ptr(), f"{nth}_side": side_of(factor), f"{nth}_stride": stride}
             jobs.append(absent._replace(**there))
-    return RankOneLaunch(torch.tensor(jobs, device=device), vectors)
+    return RankOneLaunch(torch.tensor(jobs, device=device), [job.address for job in jobs], vectors)
 
 
 def running_totals(sizes: Iterable[int]) -> list[int]:

@@ -143,9 +143,10 @@ def _own(u, v, correction, eps, MOMENT: tl.constexpr):
     """The graft's own direction for the filtered gradient. NaN where the moment is not finite."""
     if MOMENT:
         u = u / (tl.sqrt(v * (1 / correction)) + eps)
+        fine = (v < float("inf")) & (u == u)
         if MOMENT == RANK_ONE:
-            u = tl.minimum(tl.maximum(u, -1.0), 1.0)
-        u = tl.where(v < float("inf"), u, float("nan"))
+            u = tl.minimum(tl.maximum(u, -1.0), 1.0)  # on a GPU of NaN too, which would be 1 or -1
+        u = tl.where(fine, u, float("nan"))
     return u
 
 
@@ -284,7 +285,7 @@ def size_of_directions(
     index, inside = elements(row, ALIGNED, BLOCK)
     at = tl.load(row + FLAT_OFFSET) + index
     p = tl.load(at_offset(flat, at, ALIGNED), inside, 0.0)
-    if MOMENT == RANK_ONE:  # first, so that nothing is waited for twice
+    if MOMENT == RANK_ONE:  # before the sum of p, so that all loads begin before the first sum
         u = _own_of_tile(
             row, filtered, at, index, inside, corrections, slot, n, numbers, MOMENT, IN_STATE, UNIFORM, ALIGNED
         )  # fmt: skip
@@ -335,9 +336,8 @@ def apply(
 ):  # fmt: skip
     """The direction of every slot. It goes back into ``flat`` (``OUT``), or through decay and momentum into the parameter.
 
-    ``flat`` holds preconditioned directions. A slot that takes part and
-    has a direction that is not finite is marked as broken. Elements that would not stay finite do not change, and momentum that
-    is not finite starts anew.
+    ``flat`` holds preconditioned directions. A slot that takes part and has a direction that is not finite is marked as broken.
+    Elements that would not stay finite do not change, and momentum that is not finite starts anew.
     """
     row = tiles + tl.program_id(0) * TILE_WIDTH
     slot = tl.load(row + SLOT)

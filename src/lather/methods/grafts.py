@@ -23,13 +23,13 @@ class Graft(Transform):
         """Raise ValueError for a method that it does not go with."""
         if self.of_factors and method and not method.squares:
             raise ValueError(
-                f"graft='adafactor' does not go with preconditioner={method.name!r}, because it reads second moments off Shampoo's "
-                "factors; use graft='adam'"
+                f"graft='adafactor', Shampoo's default, does not go with preconditioner={method.name!r}, because it reads second "
+                "moments off Shampoo's factors; use graft='adam'"
             )
 
     @abstractmethod
     def rates(self, hyper: Hyper) -> tuple[float, float] | None:
-        """``(a, b)`` of ``V <- a V + b g^2``; None if there is no ``V``."""
+        """``(a, b)`` of ``V <- a V + b g^2``; None if no ``V`` is kept."""
 
     @abstractmethod
     def correction(self, ctx: Context) -> float | Tensor:
@@ -37,7 +37,7 @@ class Graft(Transform):
 
 
 class Stateless(Graft):
-    """Remembers nothing."""
+    """Keeps nothing of its own."""
 
     def rates(self, hyper: Hyper) -> None:
         return None
@@ -49,7 +49,7 @@ class Stateless(Graft):
         return {}
 
     def accumulate(self, state: State, grad: Tensor, ctx: Context) -> None:
-        """Nothing to remember."""
+        """Nothing to keep."""
 
 
 @final

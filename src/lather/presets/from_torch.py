@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..methods import METHODS
 from ..optimizer import Shampoo
-from ..options import ARGUMENTS, FLAGS, OPTIONS, readers, refuse_unknown
+from ..options import ARGUMENTS, DEFAULT, FLAGS, OPTIONS, readers, refuse_unknown
 from ..routing import route
 
 Translate = Callable[[Mapping[str, Any]], dict[str, Any]]  # another optimizer's arguments -> options of Shampoo
@@ -108,7 +109,7 @@ def from_adam(
     decoupled_weight_decay: bool = False,
     **options: Any,
 ) -> Shampoo:
-    """``Shampoo`` with the arguments of ``torch.optim.Adam``, grafted onto Adam.
+    """``Shampoo`` with the arguments of ``torch.optim.Adam``, and steps of Adam's length (``graft="auto"``).
 
     Betas that you give are kept. The default ones trained best on most of our tasks (docs/results.md); torch's are (0.9, 0.999).
     ``betas[1]`` also averages the factors. ``eps`` becomes ``graft_eps``, and the factors' damping is ``factor_eps``.
@@ -154,6 +155,7 @@ def low_memory(params: Any, *arguments: Any, **options: Any) -> Shampoo:
 
     These are 4 for the factors (``factors="packed"``), 2 for the roots (``root_dtype="bfloat16"``) and 2 for the filtered gradient
     (``filter_dtype="bfloat16"``). Factors stay in float32. Other presets take the same options. A method gets those that it reads.
+    Other methods than Shampoo get ``graft="constant"``.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(1024, 1024, bias=False)
@@ -163,6 +165,9 @@ def low_memory(params: Any, *arguments: Any, **options: Any) -> Shampoo:
     betas = options.get("betas", arguments[1] if len(arguments) > 1 else None)
     unfiltered = isinstance(betas, (tuple, list)) and bool(betas) and betas[0] == 0
     small = {name: value for name, value in chosen(SMALL, options).items() if not (unfiltered and name == "filter_dtype")}
+    method = METHODS.get(options.get("preconditioner", DEFAULT))
+    if not (method and method.squares):
+        small["graft"] = "constant"  # keeps no second moment either
     return from_adamw(params, *arguments, **small | options)
 
 

@@ -39,6 +39,12 @@ def stages(device: torch.device) -> int:
     return 3 if memory >= ENOUGH else 2
 
 
+@lru_cache
+def registers(device: torch.device) -> int | None:
+    """Of a thread, at most, in a kernel of 8 warps: then two programs run side by side. Before Hopper they would be too few."""
+    return 128 if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0) else None
+
+
 def is_in_halves(x: Tensor) -> bool:
     """Whether to compute products with this stack in halves."""
     fits = len(x) < 1 << 16 and x.shape[-1] < 1 << 15  # limits of the kernels' grid and of their 32-bit counts

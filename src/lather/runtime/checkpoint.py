@@ -230,6 +230,8 @@ def _misfit(saved: Mapping[str, Any], needed: Mapping[str, Shape], known: Mappin
         cause = "by one rank of several without consolidate_state_dict(), or cut short"
         if len(missing) == len({*needed} - {"master"}):
             cause = "by another optimizer, or while the parameter was frozen"
+        elif {k[0] for k in missing} == {"v"}:  # torch's checkpoint code reads what the optimizer has, and the options of the file
+            cause = "with graft='adam', and read by an optimizer that does not keep its moment; construct it with graft='adam'"
         return f"the checkpoint lacks {_few(missing)} for parameter {name}: it was probably saved {cause}"
     if extra := [k for k in saved if k not in known]:
         return (
