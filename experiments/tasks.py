@@ -364,7 +364,9 @@ def tiny_tokens() -> Task:
 
 
 def resnet(args: Namespace) -> Task:
-    return Images(data.cifar10(args.data), nets.ResNet18)
+    task = Images(data.cifar10(args.data), lambda: nets.ResNet18(args.width), batch=args.batch)
+    task.settings["width"] = args.width
+    return task
 
 
 def tiny_resnet() -> Task:

@@ -51,7 +51,7 @@ VARIANTS: dict[str, Options] = {
     "spectral, whole": {"preconditioner": "spectral", "graft": None, "polar": "svd", "max_preconditioner_dim": math.inf},
 }
 every_variant = pytest.mark.parametrize("options", [BASE | o for o in VARIANTS.values()], ids=list(VARIANTS))
-every_graft = pytest.mark.parametrize("graft", ["sgd", "adagrad", "rmsprop", "adam", None])
+every_graft = pytest.mark.parametrize("graft", ["sgd", "adagrad", "rmsprop", "adam", "adafactor", None])
 SHAPES: list[Shape] = [(7, 5), (3, 4, 2), (6,), (2, 1)]
 UNALIGNED: list[Shape] = [(18, 5), (10, 5), (6, 25)]  # whole, slots of these begin at odd addresses, by which BLAS rounds
 
@@ -356,7 +356,7 @@ def test_scale_of_gradients(start: float, damping: str, graft: str | None) -> No
 # Any geometry.
 
 
-@given(st.lists(cuttings(), min_size=1, max_size=3), st.sampled_from(["sgd", "adagrad", "adam", None]), st.booleans())
+@given(st.lists(cuttings(), min_size=1, max_size=3), st.sampled_from(["sgd", "adagrad", "adam", "adafactor", None]), st.booleans())
 @example([((13, 11), {"max_preconditioner_dim": 5}), ((7, 5, 3), {"max_preconditioner_dim": 2})], "adam", False)
 @example([((2, 3, 2, 2, 3), {"max_preconditioner_dim": 2, "merge_dims": False})], None, True)
 def test_any_shape_trains_as_its_twin(cuttings: list[tuple[Shape, Options]], graft: str | None, gaps: bool) -> None:
