@@ -364,9 +364,7 @@ def tiny_tokens() -> Task:
 
 
 def resnet(args: Namespace) -> Task:
-    task = Images(data.cifar10(args.data), lambda: nets.ResNet18(args.width), batch=args.batch)
-    task.settings["width"] = args.width
-    return task
+    return Images(data.cifar10(args.data), nets.ResNet18)
 
 
 def tiny_resnet() -> Task:
