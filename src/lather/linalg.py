@@ -31,8 +31,9 @@ def per_slot(x: X, like: Tensor) -> X:
 
 
 def from_host(values: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A vector of host values on the device of ``like``. The host does not wait. Torch's default device is ignored."""
-    return torch.tensor(values, dtype=dtype, device="cpu").to(like.device, non_blocking=True)
+    """A vector of host values on the device of ``like``. The host does not wait for CUDA. Torch's default device is ignored."""
+    # On a Mac a copy that is not waited for reads memory that is already free (pytorch/pytorch#139550).
+    return torch.tensor(values, dtype=dtype, device="cpu").to(like.device, non_blocking=like.is_cuda)
 
 
 def bias_correction(steps: Sequence[int], beta: float, like: Tensor, first: float | None = None) -> float | Tensor:
@@ -339,8 +340,15 @@ def normalize(a: Tensor, floor: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
     """
     largest = torch.maximum(a.amax((1, 2), keepdim=True), a.amin((1, 2), keepdim=True).neg())  # faster than a norm on a CPU
     size = largest.clamp(min=floor)
-    c = torch.where(size > 0, size / (2 * torch.frexp(size).mantissa), 1.0)  # exact down to denormals, unlike ldexp, a float pow
+    c = torch.where(size > 0, _power_of_two(size), 1.0)
     return a / c, c
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """The largest power of two that is not above a positive number. Exact down to denormals, where the device has ``frexp``."""
+    if is_complete(x.device):
+        return x / (2 * torch.frexp(x).mantissa)  # ldexp would be a float pow
+    return (x.clamp(min=torch.finfo(torch.float32).tiny).view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def relative_ridge(a: Tensor, eps: float) -> Tensor:
@@ -350,7 +358,7 @@ def relative_ridge(a: Tensor, eps: float) -> Tensor:
     spectrum decays.
     """
     if a.dim() == 2:
-        size = norms(a.double().square()).sqrt()
+        size = norms(a.to(exact_dtype(a.device)).square()).sqrt()
     else:
         with full_precision(a.device):
             x, scale = normalize(a)
@@ -364,9 +372,20 @@ def ridge_of_size(size: Tensor, eps: float) -> Tensor:
 
 
 def power(x: Tensor, exponent: float) -> Tensor:
-    """``x^exponent`` elementwise for [n, d], in float64. ``pow`` rounds differently in the tail of a row: padded rows have none."""
+    """``x^exponent`` elementwise for [n, d], in :func:`exact_dtype`. ``pow`` rounds differently in the tail of a row: padded rows
+    have none."""
     d = x.shape[-1]
-    return (torch.constant_pad_nd(x.double(), (0, -d % 64), 1.0) ** exponent)[:, :d]
+    return (torch.constant_pad_nd(x.to(exact_dtype(x.device)), (0, -d % 64), 1.0) ** exponent)[:, :d]
+
+
+def is_complete(device: torch.device) -> bool:
+    """Whether a device has float64 and all of torch's linear algebra. A Mac's GPU has not, and of others we do not know."""
+    return device.type in ("cpu", "cuda")
+
+
+def exact_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of what should not be rounded to float32: float64, if the device has it."""
+    return torch.float64 if is_complete(device) else torch.float32
 
 
 # How torch multiplies. Since 2.9 it has a precision for each backend, and its old global setting warns.

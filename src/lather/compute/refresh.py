@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import roots
-from ..linalg import is_packed, pack, per_slot, positions, power, symmetrize
+from ..linalg import exact_dtype, is_packed, pack, per_slot, positions, power, symmetrize
 from ..methods import Context, Kronecker, State
 from ..methods.shampoo import elements_of, factor_correction, factors_of, index_of, is_full, modes_of, refreshed, ridge_of, write
 from .background import Background
@@ -177,7 +177,7 @@ class _Side:
         self.a = a / per_slot(correction, a)
         self.fresh: State = {}
         self.ok = torch.ones(len(a), dtype=torch.bool, device=a.device)
-        self.device = torch.device(self.hyper.root_device or a.device)  # where roots are computed
+        self.device = self.hyper.place_of_roots(a.device)
 
     def warm(self, role: str) -> Tensor:
         return self.job.state[f"{role}{self.mode}"][self.index].to(self.device, self.a.dtype)
@@ -241,6 +241,6 @@ def _identity_like(a: Tensor) -> Tensor:
 
 def _diagonal_root(side: _Side) -> None:
     ridge = per_slot(ridge_of(side.a, side.hyper), side.a)
-    made = power(side.a.double() + ridge, -side.e).to(side.a.dtype)
+    made = power(side.a.to(exact_dtype(side.a.device)) + ridge, -side.e).to(side.a.dtype)
     side.fresh["X"] = torch.where(side.a.any(1, keepdim=True), made, -1.0)  # a factor that is zero has no root
     side.ok = side.fresh["X"].isfinite().all(1)

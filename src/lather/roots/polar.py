@@ -10,7 +10,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from ..linalg import aligned, all_finite, normalize, norms, per_slot, product
+from ..linalg import aligned, all_finite, is_complete, normalize, norms, per_slot, product
 from .base import FINEST, check_count
 from .minimax import best_step
 from .products import fits_halves, symmetric, unit_halves
@@ -235,6 +235,8 @@ class Svd(Polar):
         return 16.0 * d * d * rest + 8.0 * d**3
 
     def _polar(self, x: Tensor) -> Tensor:
+        if not is_complete(x.device):
+            return self._polar(x.cpu()).to(x.device)
         finite = per_slot(all_finite(x), x)  # torch raises if one slot is not
         u, s, vh = torch.linalg.svd(torch.where(finite, x, 0.0), full_matrices=False)
         kept = s > max(x.shape[1:]) * torch.finfo(x.dtype).eps * s[:, :1]

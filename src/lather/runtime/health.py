@@ -185,5 +185,6 @@ def _failure(bank: Bank, slot: int, name: str, failed: int, settings: Settings, 
 def _condition(factor: Tensor, eps: float) -> str:
     if not factor.isfinite().all():
         return "not finite"
-    values = torch.linalg.eigvalsh(factor.double().cpu()) if factor.dim() == 2 else factor.double()
+    factor = factor.cpu().double()
+    values = torch.linalg.eigvalsh(factor) if factor.dim() == 2 else factor
     return f"{float((values.max() + eps) / (values.min().clamp_min(0) + eps)):.1e}"

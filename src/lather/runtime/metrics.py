@@ -14,12 +14,11 @@ from torch import Tensor
 
 from ..compute.executor import Job
 from ..compute.slices import BoundSlice
-from ..linalg import from_host, norms, per_slot, unpack
+from ..linalg import exact_dtype, from_host, norms, per_slot, unpack
 from ..methods import Context, Kronecker, refiltered
 from ..methods.shampoo import elements_of, factor_correction, factors_of, modes_of, refreshed
 from ..planning.plan import Spec
 from ..planning.schedule import age, started_slots
-from ..storage.averaging import exact_dtype
 from .ranks import Peers
 
 ELEMENTS = 1 << 24  # of factors that are looked at together
@@ -133,7 +132,7 @@ class Record:
         self._rows.append((members, torch.stack(values, 1)))
 
     def metrics(self, by: str) -> dict[str, dict[str, Tensor]]:
-        """What this rank owns, as 0-d tensors. The host does not wait."""
+        """What this rank owns, as 0-d tensors. The host does not wait for CUDA."""
         keys, names, table = self._reduced(by)
         return _derived(keys, names, table)
 
@@ -153,8 +152,8 @@ class Record:
         if by not in ("parameter", "kind"):
             raise ValueError(f"by is {by!r}; it must be 'parameter' or 'kind'")
         labels = self._names if by == "parameter" else self._kinds
-        device = next((rows.device for _, rows in self._rows if not rows.is_cpu), torch.device("cpu"))
-        rows = [rows.to(device, non_blocking=True) for _, rows in self._rows]
+        device = next((rows.device for _, rows in self._rows if rows.is_cuda), torch.device("cpu"))
+        rows = [rows.to(device, non_blocking=rows.is_cpu) for _, rows in self._rows]
         empty = torch.empty(0, len(Row._fields), dtype=exact_dtype(device), device=device)
         keys, table = _summed([labels[i] for members, _ in self._rows for i in members], torch.cat([empty, *rows]))
         names: dict[str, set[str]] = {key: set() for key in keys}

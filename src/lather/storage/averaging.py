@@ -22,7 +22,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ..linalg import from_host
+from ..linalg import exact_dtype, from_host
 from ..settings import Averaging, Settings
 from .step import Number, Rate, Tensors
 from .tensors import local
@@ -172,10 +172,6 @@ def _wide(dtype: torch.dtype, settings: Settings) -> torch.dtype:
 
 
 # The mathematics.
-
-
-def exact_dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def shares_(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ..linalg import from_host
+from ..linalg import exact_dtype, from_host
 from ..planning.blocks import Region
 from ..planning.messages import SCALE, Item
 from ..planning.plan import Plan
@@ -295,7 +295,7 @@ class Pieces:
         elif found.count(found[0]) == len(found):
             return found[0]  # type: ignore[no-any-return]
         else:
-            values = from_host(found, flat, averaging.exact_dtype(flat.device))
+            values = from_host(found, flat, exact_dtype(flat.device))
         positions, lengths = self._elements
         return torch.repeat_interleave(values[positions], lengths, output_size=self._span.numel)
 
