@@ -220,7 +220,7 @@ class Reference:
         if o["eps"] is None:
             o["eps"] = EPS[o["damping"]].get(o["preconditioner"], EPS[o["damping"]]["shampoo"])
         if o["graft"] == "auto":
-            same = o["betas"][1] < 1 and o["graft_beta2"] in (None, o["betas"][1]) and o["start_preconditioning_step"] != math.inf
+            same = o["betas"][1] < 1 and o["graft_beta2"] is None and o["start_preconditioning_step"] != math.inf
             o["graft"] = "adafactor" if o["preconditioner"] == "shampoo" and same else "adam"
         if o["preconditioner"] is None and o["graft"] is None:
             o["graft"] = "adam"

@@ -383,6 +383,12 @@ def is_complete(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda")
 
 
+def place_of_roots(device: torch.device | str, given: str | None) -> torch.device:
+    """Where roots of factors on a device are computed: where the user says, or there, or on the host if the device cannot."""
+    there = torch.device(given or device)
+    return there if is_complete(there) else torch.device("cpu")
+
+
 def exact_dtype(device: torch.device) -> torch.dtype:
     """The dtype of what should not be rounded to float32: float64, if the device has it."""
     return torch.float64 if is_complete(device) else torch.float32

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -46,8 +46,7 @@ class Settings:
     """What a param group's options mean, as of this step. The learning rate is not here: it is read on every step."""
 
     method: Method | None
-    graft: Graft  # of preconditioned blocks
-    grafted: bool  # whether the graft sets the length of preconditioned directions
+    graft_name: str | None  # what the graft of preconditioned blocks is called; None: nothing sets the length of directions
     elementwise: str  # the name of the graft of all other blocks
     hyper: Hyper  # of preconditioned blocks
     elementwise_hyper: Hyper  # of all other blocks
@@ -71,6 +70,16 @@ class Settings:
     wire_dtype: str  # what directions travel as
     rounds: bool  # whether that changes them
     given: Mapping[str, Any] = field(compare=False, repr=False)  # the options that this was made from; lr if it is a tensor
+
+    @cached_property
+    def graft(self) -> Graft:
+        """The elementwise method beside preconditioned blocks, and before these start."""
+        return GRAFTS[self.graft_name]
+
+    @cached_property
+    def grafted(self) -> bool:
+        """Whether the graft sets the length of preconditioned directions."""
+        return self.graft_name is not None
 
     def graft_of(self, kind: str) -> Graft:
         """The elementwise method of blocks of a kind: ``"kronecker"``, ``"graft"`` or ``"adagrad"``."""
@@ -99,7 +108,7 @@ class Settings:
     @cached_property
     def structure(self) -> tuple[Any, ...]:
         """The options that may not change once training has begun."""
-        return tuple(self.given[name] for name in STRUCTURAL)
+        return tuple(self.graft_name if name == "graft" else self.given[name] for name in STRUCTURAL)
 
     @cached_property
     def told(self) -> dict[str, str]:
@@ -139,8 +148,6 @@ def resolve(group: dict[str, Any], last: Settings | None = None) -> Settings:
     method = METHODS.get(group["preconditioner"])
     if group["eps"] is None:
         group["eps"] = (method or METHODS[DEFAULT]).default_eps[group["damping"]]
-    if group["graft"] == AUTO:
-        group["graft"] = _usual_graft(group, method)
     if method is None and group["graft"] is None:
         group["graft"] = "adam"
     if group["exponent"] == AUTO:
@@ -189,11 +196,14 @@ def _warmup(group: Group) -> float:
     return 0.0 if yields and _is_default(group, "refresh_warmup") else group["refresh_warmup"]
 
 
-def _usual_graft(group: Group, method: Method | None) -> str:
-    """Adam's, without a second moment of its own if there are factors that give one with the same decay."""
-    beta2, graft_beta2 = group["betas"][1], group["graft_beta2"]
+def graft_name(group: Group) -> str | None:
+    """The graft of a param group. ``"auto"``, which is settled when training begins, is Adam. It has no second moment of its own
+    if there are factors that give one."""
+    if group["graft"] != AUTO:
+        return cast("str | None", group["graft"])
+    method = METHODS.get(group["preconditioner"])
     at_hand = method is not None and method.squares and not _never(group)
-    return "adafactor" if at_hand and beta2 < 1 and graft_beta2 in (None, beta2) else "adam"
+    return "adafactor" if at_hand and group["betas"][1] < 1 and group["graft_beta2"] is None else "adam"
 
 
 def _usual_exponent(group: Group, method: Method | None) -> float | None:
@@ -211,8 +221,7 @@ def _settings(group: Group, method: Method | None) -> Settings:
     same = ("master_weights", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "max_failed_refreshes")
     return Settings(
         method=method,
-        graft=GRAFTS[group["graft"]],
-        grafted=group["graft"] is not None,
+        graft_name=graft_name(group),
         elementwise=elementwise_graft(group) or "sgd",
         hyper=hyper,
         elementwise_hyper=replace(hyper, beta3=hyper.beta1) if group["beta3"] == NESTEROV else hyper,
@@ -280,7 +289,7 @@ def _averaging(group: Group) -> Averaging | None:
 
 def elementwise_graft(group: Group) -> str | None:
     """The graft of parameters that are not preconditioned: the group's, or what it or the method names for them."""
-    method, name = METHODS.get(group["preconditioner"]), group["graft"]
+    method, name = METHODS.get(group["preconditioner"]), graft_name(group)
     return method.elementwise if method and name is None else GRAFTS[name].elementwise or name
 
 
@@ -345,11 +354,11 @@ def _graft_options(group: Group) -> dict[str, tuple[bool, str]]:
     return {
         "graft_beta2": (
             "graft_beta2" not in graft.reads,
-            f"with graft={group['graft']!r}; only {' and '.join(map(repr, users))} use it",
+            f"with graft={graft_name(group)!r}; only {' and '.join(map(repr, users))} use it",
         ),
         "graft_eps": (
             "graft_eps" not in graft.reads and group["large_dim"] != "adagrad",
-            f"with graft={group['graft']!r}; it has no denominator",
+            f"with graft={graft_name(group)!r}; it has no denominator",
         ),
     }
 

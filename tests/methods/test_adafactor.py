@@ -12,6 +12,7 @@ import torch.distributed.checkpoint.state_dict as dcp_state
 from torch import Tensor, nn
 
 import lather
+from lather.settings import graft_name
 
 Shape = tuple[int, ...]
 Options = dict[str, Any]
@@ -93,7 +94,7 @@ def test_a_block_that_is_cut_has_a_length_of_its_own() -> None:
     """Half the gradient is a million times as large."""
     gradient = torch.cat([torch.randn(8, 8), 1e6 * torch.randn(8, 8)])
     p, opt = train([gradient], lr=1.0, max_preconditioner_dim=8, block_multiple=1)
-    assert opt.param_groups[0]["graft"] == "adafactor"
+    assert opt.param_groups[0]["graft"] == "adafactor"  # after a step
     lengths = [half.norm() for half in p.chunk(2)]
     assert all(4 < length <= 8 + 1e-4 for length in lengths)
 
@@ -153,8 +154,24 @@ def test_there_is_no_second_moment_in_the_state() -> None:
 def test_low_memory_has_eight_bytes_for_each_element() -> None:
     """Packed factors have diagonals, and are a little more than half."""
     opt = lather.low_memory(nn.Linear(512, 512, bias=False))
-    assert opt.param_groups[0]["graft"] == "adafactor"
+    assert graft_name(opt.param_groups[0]) == "adafactor"
     assert opt.plan().state_bytes / 512**2 == pytest.approx(8, rel=2e-3)
+
+
+def test_low_memory_keeps_no_second_moment_where_there_is_none_to_read_off() -> None:
+    """Option by option, also of a param group. But Adam itself is left alone."""
+    apart: list[Options] = [
+        {"preconditioner": "kl"},
+        {"betas": (0.9, 1.0)},
+        {"graft_beta2": 0.9},
+        {},
+        NEVER,
+        {"preconditioner": None},
+    ]
+    layers = [nn.Linear(64, 64, bias=False) for _ in apart]
+    opt = lather.low_memory([{"params": [layer.weight], **own} for layer, own in zip(layers, apart, strict=True)])
+    grafts = [graft_name(group) for group in opt.param_groups]
+    assert grafts == ["constant"] * 3 + ["adafactor", "adam", "adam"]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -173,10 +190,8 @@ def test_packed_factors_have_the_same_diagonals(options: Options, shape: Shape) 
     ("options", "graft"),
     [
         ({}, "adafactor"),
-        ({"graft_beta2": 0.95}, "adafactor"),
-        ({"betas": (0.9, 0.99), "graft_beta2": 0.99}, "adafactor"),
         ({"precondition_1d": True, "large_dim": "diagonal"}, "adafactor"),
-        ({"graft_beta2": 0.99}, "adam"),
+        ({"graft_beta2": 0.95}, "adam"),
         ({"betas": (0.95, 1.0)}, "adam"),
         (NEVER, "adam"),
         ({"preconditioner": "kl"}, "adam"),
@@ -192,14 +207,56 @@ def test_what_auto_is(options: Options, graft: str | None) -> None:
     """Adafactor where factors have the second moment that Adam's would have."""
     p = nn.Parameter(torch.zeros(6, 4))
     opt = lather.Shampoo([p], **options)
-    assert opt.param_groups[0]["graft"] == graft
     opt.add_param_group({"params": [nn.Parameter(torch.zeros(6, 4))]})
-    assert opt.param_groups[1]["graft"] == graft
+    assert [graft_name(group) for group in opt.param_groups] == [graft] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "graft"),
+    [
+        ("preconditioner", "kl", "adam"),
+        ("betas", (0.9, 1.0), "adam"),
+        ("start_preconditioning_step", math.inf, "adam"),
+        ("lr", 1.0, "adafactor"),
+    ],
+)
+def test_auto_is_settled_by_the_first_step(name: str, value: object, graft: str) -> None:
+    """So options may change before it, and afterwards the state decides."""
+    p = nn.Parameter(torch.ones(6, 4))
+    opt = lather.Shampoo([p], lr=0.1)
+    opt.state_dict()  # allocates state
+    opt.param_groups[0][name] = value
+    assert opt.param_groups[0]["graft"] == "auto"
+    p.grad = torch.ones(6, 4)
+    opt.step()
+    assert opt.param_groups[0]["graft"] == graft and ("v.0" in opt.state[p]) == (graft == "adam")
+    opt.param_groups[0]["betas"] = (0.9, 1.0)
+    opt.step()
+    assert opt.param_groups[0]["graft"] == graft and ("v.0" in opt.state[p]) == (graft == "adam")
+
+
+def test_a_new_optimizer_takes_over_what_a_checkpoint_has_for_auto() -> None:
+    p = nn.Parameter(torch.ones(6, 4))
+    started, other = lather.Shampoo([p]), lather.Shampoo([p], graft="adam")
+    p.grad = torch.ones(6, 4)
+    for opt in (started, other):
+        opt.step()
+    for options in ({}, {"betas": (0.9, 1.0)}, {"graft_beta2": 0.9}):
+        new = lather.Shampoo([p], **options)
+        new.load_state_dict(started.state_dict())
+        assert new.param_groups[0]["graft"] == "adafactor" and "v.0" not in new.state[p]
+        new = lather.Shampoo([p], **options)
+        new.load_state_dict(other.state_dict())
+        assert new.param_groups[0]["graft"] == "adam" and "v.0" in new.state[p]
+    explicit = lather.Shampoo([p], graft="adafactor")
+    with pytest.raises(ValueError, match="saved with graft='adam' but the optimizer has graft='adafactor'"):
+        explicit.load_state_dict(other.state_dict())
+    explicit.load_state_dict(lather.Shampoo([p]).state_dict())  # of an optimizer without a step
 
 
 @pytest.mark.parametrize("preconditioner", ["kl", "soap", "spectral"])
 def test_it_goes_with_shampoo_only(preconditioner: str) -> None:
-    message = rf"graft='adafactor', Shampoo's default, does not go with preconditioner='{preconditioner}'.* use graft='adam'"
+    message = rf"graft='adafactor' does not go with preconditioner='{preconditioner}'.* use graft='adam'"
     with pytest.raises(ValueError, match=message):
         lather.Shampoo([nn.Parameter(torch.zeros(6, 4))], graft="adafactor", preconditioner=preconditioner)
     with pytest.raises(ValueError, match=message):
@@ -233,7 +290,7 @@ def test_a_new_optimizer_takes_over_adams_moments() -> None:
     file.seek(0)
     saved, again = torch.load(file, weights_only=True), copy.deepcopy(params)
     other = lather.Shampoo(again, lr=0.5)
-    assert other.param_groups[0]["graft"] == "adafactor"
+    assert other.param_groups[0]["graft"] == "auto"
     other.load_state_dict(saved)
     assert other.param_groups[0]["graft"] == "adam" and all("v.0" in other.state[p] for p in again)
     for run, own in ((opt, params), (other, again)):
@@ -272,8 +329,8 @@ def test_torchs_checkpoint_code_is_told_what_to_build(tmp_path: Any) -> None:
                 dcp_state.set_optimizer_state_dict(model, opt, state)
 
 
-@pytest.mark.parametrize("preconditioner", ["kl", "soap", "spectral", None])
-def test_low_memory_keeps_no_second_moment_with_other_methods(preconditioner: str | None) -> None:
+@pytest.mark.parametrize("preconditioner", ["kl", "soap", "spectral"])
+def test_low_memory_keeps_no_second_moment_with_other_methods(preconditioner: str) -> None:
     opt = lather.low_memory([nn.Parameter(torch.ones(4, 3))], preconditioner=preconditioner)
     assert opt.param_groups[0]["graft"] == "constant"
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import roots
-from ..linalg import exact_dtype, is_packed, pack, per_slot, positions, power, symmetrize
+from ..linalg import exact_dtype, is_packed, pack, per_slot, place_of_roots, positions, power, symmetrize
 from ..methods import Context, Kronecker, State
 from ..methods.shampoo import elements_of, factor_correction, factors_of, index_of, is_full, modes_of, refreshed, ridge_of, write
 from .background import Background
@@ -177,7 +177,7 @@ class _Side:
         self.a = a / per_slot(correction, a)
         self.fresh: State = {}
         self.ok = torch.ones(len(a), dtype=torch.bool, device=a.device)
-        self.device = self.hyper.place_of_roots(a.device)
+        self.device = place_of_roots(a.device, self.hyper.root_device)
 
     def warm(self, role: str) -> Tensor:
         return self.job.state[f"{role}{self.mode}"][self.index].to(self.device, self.a.dtype)

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..linalg import is_complete
 from ..roots.directions import Sizes
 
 State = dict[str, Tensor]
@@ -44,11 +43,6 @@ class Hyper:
     def looks_ahead(self) -> bool:
         """Whether the filtered gradient differs from what the filter remembers, which may be rounded."""
         return self.beta1 > 0 and (self.beta3 != self.beta1 or self.filter_dtype != self.compute_dtype)
-
-    def place_of_roots(self, device: torch.device | str) -> torch.device:
-        """Where roots of factors on a device are computed: there, or on the host if the user says so or the device cannot."""
-        there = torch.device(device)
-        return there if self.root_device is None and is_complete(there) else torch.device("cpu")
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,6 @@ class Graft(Transform):
 
     def check(self, method: Method | None) -> None:
         """Raise ValueError for a method that it does not go with."""
-        if self.of_factors and method and not method.squares:
-            raise ValueError(
-                f"graft='adafactor', Shampoo's default, does not go with preconditioner={method.name!r}, because it reads second "
-                "moments off Shampoo's factors; use graft='adam'"
-            )
 
     @abstractmethod
     def rates(self, hyper: Hyper) -> tuple[float, float] | None:
@@ -84,6 +79,13 @@ class Adafactor(Stateless):
     elementwise = "adam"
     of_factors = True
     reads = frozenset({"graft_eps"})
+
+    def check(self, method: Method | None) -> None:
+        if method and not method.squares:
+            raise ValueError(
+                f"graft='adafactor' does not go with preconditioner={method.name!r}, because it reads second moments off Shampoo's "
+                "factors; use graft='adam'"
+            )
 
     def correction(self, ctx: Context) -> float | Tensor:
         beta2 = ctx.hyper.beta2

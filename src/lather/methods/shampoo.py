@@ -22,6 +22,7 @@ from ..linalg import (
     norms,
     pack,
     per_slot,
+    place_of_roots,
     positions,
     power,
     probe,
@@ -75,7 +76,7 @@ class Kronecker(Method):
 
     def solver(self, hyper: Hyper, device: torch.device | str, order: int) -> roots.RootSolver:
         """What refreshes the factors of blocks of this order, for parameters on this device."""
-        return roots.resolve(hyper.root, hyper.place_of_roots(device), self.exponent(hyper, order))
+        return roots.resolve(hyper.root, place_of_roots(device, hyper.root_device), self.exponent(hyper, order))
 
     # State, and every step.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import roots
 from ..kernels import has_kernels
-from ..linalg import are_products_exact, ema_, norms, per_slot, product, products_in, rotate
+from ..linalg import are_products_exact, ema_, norms, per_slot, place_of_roots, product, products_in, rotate
 from .base import FULL, Context, Hyper, Stack, State
 from .shampoo import ROOT_OPTIONS, Index, Kronecker, factor_correction, first_factor, modes_of, write
 
@@ -69,7 +69,7 @@ class Soap(Kronecker):
         return 3  # rotates the gradient, and what is applied there and back
 
     def solver(self, hyper: Hyper, device: torch.device | str, order: int) -> roots.RootSolver:
-        return roots.resolve_basis(hyper.root, hyper.place_of_roots(device))
+        return roots.resolve_basis(hyper.root, place_of_roots(device, hyper.root_device))
 
     def solvers(self, shape: Sequence[int], modes: Sequence[str], hyper: Hyper, device: str) -> tuple[str, ...]:
         name = roots.spell(self.solver(hyper, device, len(shape)))
@@ -90,7 +90,7 @@ class Soap(Kronecker):
         # Not at the very first gradient: in bases of one gradient that gradient is diagonal, and the rest of w would be zero.
         ok = ok & w.flatten(1).any(1)
         old = {i: state[f"Q{i}"][index] for i in new}
-        keeps = roots.resolve_basis(hyper.root, hyper.place_of_roots(w.device)).keeps_columns
+        keeps = roots.resolve_basis(hyper.root, place_of_roots(w.device, hyper.root_device)).keeps_columns
         if keeps and isinstance(index, slice) and len(new) == w.dim() - 1 > 1 and _by_kernels(w, new[0]):
             turn_(w, new, ok & _begin_at_axes(w, old))
         else:

@@ -3,15 +3,16 @@
 ``params`` may be a model, or parameters or param groups as torch's optimizers take them.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..methods import METHODS
 from ..optimizer import Shampoo
-from ..options import ARGUMENTS, DEFAULT, FLAGS, OPTIONS, readers, refuse_unknown
+from ..options import ARGUMENTS, AUTO, FLAGS, OPTIONS, readers, refuse_unknown
 from ..routing import route
+from ..settings import graft_name
 
 Translate = Callable[[Mapping[str, Any]], dict[str, Any]]  # another optimizer's arguments -> options of Shampoo
 OF_PAPER = {"exponent": None, "damping": "absolute", "refresh_warmup": 0.0}  # arXiv 2309.06497
@@ -145,7 +146,7 @@ def from_adamw(
     >>> model = torch.nn.Linear(8, 4)
     >>> opt = lather.from_adamw(model, lr=3e-4, weight_decay=0.1, precondition_frequency=20)
     >>> [opt.param_groups[0][name] for name in ("lr", "weight_decay", "graft", "precondition_frequency")]
-    [0.0003, 0.1, 'adafactor', 20]
+    [0.0003, 0.1, 'auto', 20]
     """
     return preset(dict(locals()), carry, weight_decay_mode="decoupled")
 
@@ -155,7 +156,7 @@ def low_memory(params: Any, *arguments: Any, **options: Any) -> Shampoo:
 
     These are 4 for the factors (``factors="packed"``), 2 for the roots (``root_dtype="bfloat16"``) and 2 for the filtered gradient
     (``filter_dtype="bfloat16"``). Factors stay in float32. Other presets take the same options. A method gets those that it reads.
-    Other methods than Shampoo get ``graft="constant"``.
+    Where ``graft="auto"`` would be Adam, as with other methods than Shampoo, it is ``"constant"``.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(1024, 1024, bias=False)
@@ -165,10 +166,12 @@ def low_memory(params: Any, *arguments: Any, **options: Any) -> Shampoo:
     betas = options.get("betas", arguments[1] if len(arguments) > 1 else None)
     unfiltered = isinstance(betas, (tuple, list)) and bool(betas) and betas[0] == 0
     small = {name: value for name, value in chosen(SMALL, options).items() if not (unfiltered and name == "filter_dtype")}
-    method = METHODS.get(options.get("preconditioner", DEFAULT))
-    if not (method and method.squares):
-        small["graft"] = "constant"  # keeps no second moment either
-    return from_adamw(params, *arguments, **small | options)
+    opt = from_adamw(params, *arguments, **small | options)
+    for group in opt.param_groups:
+        preconditioned = group["preconditioner"] is not None and group["start_preconditioning_step"] != math.inf
+        if preconditioned and group["graft"] == AUTO and graft_name(group) == "adam":
+            group["graft"] = "constant"  # keeps no second moment either
+    return opt
 
 
 def preset(given: dict[str, Any], translate: Translate, **recipe: Any) -> Shampoo:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..compute.bank import Bank, block_state
 from ..linalg import pack, unpack
-from ..options import OPTIONS, REQUIRED, STRUCTURAL, is_readable
+from ..options import AUTO, OPTIONS, REQUIRED, STRUCTURAL, is_readable
 from ..planning.blocks import Region, Shape
 from ..planning.plan import BankKey, Plan
 from ..roots import replaced
@@ -146,9 +146,9 @@ LATER_KINDS = "position", "router", "depthwise", "fused", "experts"
 def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]], *, started: bool) -> None:
     """Refuse param groups that were not made for this optimizer.
 
-    One that has not ``started`` takes over how dimensions are cut, as checkpoints of version 1 have other blocks, Adam's second
-    moment, as earlier ones kept it by default, and master weights. Where it has master weights, any file will do:
-    parameters stand in for them. Factors and roots may be packed or not.
+    One that has not ``started`` takes over how dimensions are cut, as checkpoints of version 1 have other blocks, master weights,
+    and a graft in the place of ``"auto"``. Where it has master weights, any file will do: parameters stand in for them. Factors
+    and roots may be packed or not.
     """
     sizes, ours = [len(group["params"]) for group in saved], [len(group["params"]) for group in live]
     if sizes != ours:
@@ -160,7 +160,7 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
     for number, (theirs, mine) in enumerate(zip(saved, live, strict=True)):
         _check_kept(theirs, number)
         free = {"block_multiple", "master_weights"} if not started else {"master_weights"} if mine["master_weights"] else set()
-        if not started and (theirs["graft"], mine["graft"]) == ("adam", "adafactor"):
+        if AUTO in (theirs["graft"], mine["graft"]):  # one of them was saved, or is, before its first step
             free.add("graft")
         for name in (name for name in STRUCTURAL if name not in {*free, "factors"}):
             if OPTIONS[name].check(name, theirs[name]) != mine[name]:  # a tuple may come back as a list
@@ -213,13 +213,16 @@ def check_states(entries: Sequence[Mapping[str, Any]], plan: Plan, places: Seque
     """Refuse saved state that does not fit the plan. It may be that of this rank, which has these places, or that of all ranks."""
     needed, known = expected_shapes(plan, plan.banks_of(places)), expected_shapes(plan, plan.all_banks())
     for i, (saved, spec) in enumerate(zip(entries, plan.specs, strict=True)):
-        if problem := _misfit(saved, needed[i], known[i], spec.name):
-            depends = plan.settings[spec.group].geometry.local
+        settings = plan.settings[spec.group]
+        if problem := _misfit(saved, needed[i], known[i], spec.name, settings.graft_name):
+            depends = settings.geometry.local
             hint = ", or it was sharded differently (blocks='local' depends on the sharding)" if depends else ""
             raise ValueError(problem + hint)
 
 
-def _misfit(saved: Mapping[str, Any], needed: Mapping[str, Shape], known: Mapping[str, Shape], name: str) -> str | None:
+def _misfit(
+    saved: Mapping[str, Any], needed: Mapping[str, Shape], known: Mapping[str, Shape], name: str, graft: str | None
+) -> str | None:
     """What is wrong with the saved state of a parameter, if anything: the first keys, and the likely cause.
 
     A master comes and goes with the dtype of its parameter, which stands in for it.
@@ -230,7 +233,8 @@ def _misfit(saved: Mapping[str, Any], needed: Mapping[str, Shape], known: Mappin
         cause = "by one rank of several without consolidate_state_dict(), or cut short"
         if len(missing) == len({*needed} - {"master"}):
             cause = "by another optimizer, or while the parameter was frozen"
-        elif {k[0] for k in missing} == {"v"}:  # torch's checkpoint code reads what the optimizer has, and the options of the file
+        elif graft == "adam" and "L0.0" in needed and {k[0] for k in missing} == {"v"}:
+            # Torch's checkpoint code reads only what the optimizer has.
             cause = "with graft='adam', and read by an optimizer that does not keep its moment; construct it with graft='adam'"
         return f"the checkpoint lacks {_few(missing)} for parameter {name}: it was probably saved {cause}"
     if extra := [k for k in saved if k not in known]:

@@ -78,6 +78,8 @@ class Session:
         refuse_averages(groups)
         if self._agreement.strict:
             refuse_nonfinite(grads, run, self.settings, self._agreement.peers)
+        for group, settings in zip(groups, self.settings, strict=True):
+            group["graft"] = settings.graft_name  # the state depends on it from now on
         step = run.begin(grads, self.settings, rates, groups)
         if self.armed is None:
             return step
