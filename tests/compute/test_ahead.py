@@ -36,21 +36,22 @@ def test_only_what_is_new_is_written():
     assert new.tolist() == [[8.0] * 4, [2.0] * 4, [3.0] * 4, [3.0] * 4] and into.eq(1).all()
 
 
-@needs_triton
-def test_kernels_are_compiled_and_loaded_but_not_launched(monkeypatch, tmp_path):
-    import triton
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """What Triton asks of a GPU. It says which kernels were loaded, by which threads, and which were launched, by which."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
-    from triton.runtime.jit import JITFunction
 
-    from lather.kernels import moments
+    seen = SimpleNamespace(loaded=[], launched=[], loaders=set(), launchers=[])
 
-    loaded, launched, threads = [], [], set()
+    def launch(name):
+        seen.launched.append(name)
+        seen.launchers.append(threading.get_ident())
 
     def launcher(source, metadata):
-        loaded.append(source.fn.__name__)
-        threads.add(threading.get_ident())
-        return lambda *args: launched.append(source.fn.__name__)
+        seen.loaded.append(source.fn.__name__)
+        seen.loaders.add(threading.get_ident())
+        return lambda *args: launch(source.fn.__name__)
 
     utils = SimpleNamespace(
         load_binary=lambda *args: (1, 1, 0, 0, 1024), get_device_properties=lambda device: {"max_shared_mem": 1 << 20}
@@ -66,6 +67,55 @@ def test_kernels_are_compiled_and_loaded_but_not_launched(monkeypatch, tmp_path)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return seen
+
+
+@needs_triton
+def test_other_threads_launch_and_compile_meanwhile(gpu):
+    """One thread waits in the middle of its compilation. Another launches what is compiled already, then compiles too."""
+    from triton.runtime.jit import JITFunction
+
+    from lather.kernels import moments
+
+    run, w, one = JITFunction.run, torch.zeros(2, 8), torch.ones(2)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def kernel(block):
+        moments.take_in[1, 2](w, w, one, 0.5, 0.5, 8, BLOCK=block)
+
+    def waits():
+        kernel(1024)
+        inside.set()
+        assert go_on.wait(60)
+        kernel(2048)
+
+    def other():
+        kernel(4096)
+        go_on.set()
+        compile_kernels(lambda: kernel(8192))
+        kernel(8192)
+
+    kernel(4096)
+    first = threading.Thread(target=compile_kernels, args=(waits,))
+    second = threading.Thread(target=other)
+    first.start()
+    assert inside.wait(60)
+    second.start()
+    first.join()
+    second.join()
+    assert JITFunction.run is run and gpu.launched == ["take_in"] * 3 and gpu.loaded == ["take_in"] * 4
+    kernel(1024)
+    assert gpu.launchers.count(threading.get_ident()) == 2
+
+
+@needs_triton
+def test_kernels_are_compiled_and_loaded_but_not_launched(monkeypatch, gpu):
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    from lather.kernels import moments
+
+    loaded, launched, threads = gpu.loaded, gpu.launched, gpu.loaders
     run, w, one = JITFunction.run, torch.zeros(2, 8), torch.ones(2)
 
     def launch():

@@ -32,7 +32,7 @@ def compile_kernels(launch: Callable[[], None]) -> None:
 
     if not hasattr(triton, "AsyncCompileMode"):  # before Triton 3.5
         return
-    run, thread = JITFunction.run, threading.get_ident()
+    thread = threading.get_ident()
 
     def only_compile(self: Any, *args: Any, warmup: bool, **given: Any) -> Any:
         return run(self, *args, warmup=warmup or threading.get_ident() == thread, **given)
@@ -44,6 +44,7 @@ def compile_kernels(launch: Callable[[], None]) -> None:
     device = torch.cuda.current_device()
     with _one_at_a_time, ThreadPoolExecutor(THREADS, "lather", torch.cuda.set_device, (device,)) as pool:
         executor: Any = SimpleNamespace(submit=partial(_submit, pool))
+        run = JITFunction.run  # not before the lock: another thread may have put its own there
         JITFunction.run = only_compile
         try:
             with suppress(Exception):

@@ -246,13 +246,12 @@ def _on_diagonal(factor, i, side, stride):
 
 
 @triton.jit
-def _shares(factor, i, side, stride, BLOCK: tl.constexpr):
-    """The same over the sum of the diagonal. 1 if there is no factor."""
+def _trace(factor, side, stride, BLOCK: tl.constexpr):
+    """The sum of the diagonal, or a little more if it is zero."""
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, side, BLOCK):
         total += _on_diagonal(factor, first + tl.arange(0, BLOCK), side, stride)
-    share = _on_diagonal(factor, i, side, stride) / tl.maximum(tl.sum(total), TINY)
-    return tl.where(factor != 0, share, 1.0)
+    return tl.maximum(tl.sum(total), TINY)
 
 
 @triton.jit
@@ -263,10 +262,13 @@ def rank_one_moments(jobs, BLOCK: tl.constexpr):
     rows, second, third = (
         tl.load(job + FIRST_SIDE).to(tl.int32), tl.load(job + SECOND_SIDE).to(tl.int32), tl.load(job + THIRD_SIDE).to(tl.int32),
     )  # fmt: skip
+    of_second, second_stride = tl.load(job + SECOND_ADDRESS), tl.load(job + SECOND_STRIDE).to(tl.int32)
+    of_third, third_stride = tl.load(job + THIRD_ADDRESS), tl.load(job + THIRD_STRIDE).to(tl.int32)
+    second_trace, third_trace = _trace(of_second, second, second_stride, BLOCK), _trace(of_third, third, third_stride, BLOCK)
     for first in range(0, second * third, BLOCK):
         i = first + tl.arange(0, BLOCK)
-        share = _shares(tl.load(job + SECOND_ADDRESS), i // third, second, tl.load(job + SECOND_STRIDE).to(tl.int32), BLOCK)
-        share *= _shares(tl.load(job + THIRD_ADDRESS), i % third, third, tl.load(job + THIRD_STRIDE).to(tl.int32), BLOCK)
+        share = tl.where(of_second != 0, _on_diagonal(of_second, i // third, second, second_stride) / second_trace, 1.0)
+        share *= tl.where(of_third != 0, _on_diagonal(of_third, i % third, third, third_stride) / third_trace, 1.0)
         tl.store(out + i, share, i < second * third)
     for first in range(0, rows, BLOCK):
         i = first + tl.arange(0, BLOCK)
