@@ -1,8 +1,8 @@
 """Train one small network on scikit-learn's digits with lather, AdamW and SGD at the same budget; a table and a plot.
 
 Everything except the optimizer is the same: images, initial weights, batches, number of steps, and the shape of the schedule.
-Learning rates come from one grid, by the loss on a validation split of the training images; test images are not used for
-that. lather has AdamW's weight decay and betas, and its own defaults otherwise.
+Learning rates come from one grid, by the steps to a target on a validation split of the training images; test images are not used
+for that. lather has AdamW's weight decay, and its own defaults otherwise.
 """
 
 import importlib
