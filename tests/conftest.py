@@ -16,6 +16,9 @@ settings.load_profile("lather")
 seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 
 
+collect_ignore = ["mac.py"]  # for doctests it would be imported, and gives the process another device
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.set_num_threads(1)

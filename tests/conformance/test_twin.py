@@ -16,7 +16,7 @@ from reference import Reference, cut
 from torch import Tensor
 
 import lather
-from lather.settings import resolve
+from lather.settings import graft_name, resolve
 
 Shape = tuple[int, ...]
 Options = dict[str, Any]
@@ -144,7 +144,7 @@ class Race:
         self.opt = lather.Shampoo([{"params": ps, **state, **o} for ps, (_, o) in zip(self.params, groups, strict=True)])
         self.opt.state_dict()  # makes the plan
         self.twins = [Reference(ps, **o, offsets={}) for ps, (_, o) in zip(self.params, groups, strict=True)]
-        assert [group["graft"] for group in self.opt.param_groups] == [twin.options["graft"] for twin in self.twins]
+        assert [graft_name(group) for group in self.opt.param_groups] == [twin.options["graft"] for twin in self.twins]
 
     def change(self, options: Mapping[str, Any]) -> None:
         for group, twin in zip(self.opt.param_groups, self.twins, strict=True):
