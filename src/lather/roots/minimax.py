@@ -43,7 +43,7 @@ class Minimax(RootSolver):
     coefficients and the number of steps, the smallest that ends with `E <= tolerance / 10`: four for p = 2 and p = 4.
 
     `q` is never formed. With `R = b M + c M^2` a product with it is `q Y = a Y + R Y`, so what rounding would hurt most stays out
-    of the product. On GPUs this makes 16 bits enough for all steps if `d >= 512`, and for all but the first if `d` is smaller.
+    of the product. On GPUs this makes 16 bits enough for all steps if `d >= 494`, and for all but the first if `d` is smaller.
     With a smaller `relative_eps` more of the first steps are in float32 (`exact_steps`), which is several times slower.
 
     `relative_eps`: `ridge = max(eps, relative_eps * z)`, `z = 1.02 ||A^2||_F^(1/2) >= lambda_max`. Where `eps` is the smaller

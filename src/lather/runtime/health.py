@@ -172,7 +172,7 @@ def _failure(bank: Bank, slot: int, name: str, failed: int, settings: Settings, 
     conditions = ", ".join(_condition(factor, eps) for factor in factors)
     errors = [other.background.error for other in banks if other.background.error]
     cause = f". The last error was {errors[0]}" if errors else ""
-    remedy = f"Raise eps (now {eps:g}), lower the learning rate, or choose another root solver"
+    remedy = f"Raise eps (now {eps:g}; factor_eps in from_adam and from_adamw), lower the learning rate, or take another solver"
     if settings.hyper.root_dtype == torch.float16:
         remedy = "float16 is too short for large roots: use root_dtype='bfloat16'"
     return (
