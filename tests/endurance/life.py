@@ -161,10 +161,10 @@ class Life(Run):
         path = self.folder / f"{self.layout}{self.clock}"
         alone = not dist.is_initialized()
         dcp.save(contents(self, Way()), checkpoint_id=path, no_dist=alone)
-        betas = [group["betas"] for group in self.opt.param_groups]
+        before = self.opt.param_groups
         self.opt = self._new()
-        for group, each in zip(self.opt.param_groups, betas, strict=True):
-            group["betas"] = each  # they decide whether there is a filter, and torch asks what there is before it loads
+        for group, old in zip(self.opt.param_groups, before, strict=True):  # torch asks what state there is before it loads
+            group |= {name: old[name] for name in ("betas", "graft")}  # and these decide about filters and moments
         loaded = contents(self, Way())
         dcp.load(loaded, checkpoint_id=path, no_dist=alone)
         api.set_optimizer_state_dict(self.model, self.opt, loaded["opt"])
