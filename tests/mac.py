@@ -1,8 +1,8 @@
 """A stand-in for a Mac's GPU, so that what it lacks is found without one.
 
 Tensors claim the device ``mps`` and live on the CPU. As on a Mac, there is no float64, an operation that torch's table of
-operations does not list for MPS is an error, and so are one on tensors of both devices, and a copy that is
-not waited for.
+operations does not list for MPS is an error, and so are one on tensors of both devices, a copy that is
+not waited for, and a minimum so small that torch takes it for another one.
 """
 
 import re
@@ -70,6 +70,8 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         raise RuntimeError(f"{func}: expected all tensors to be on the same device, but found at least two devices, mps and cpu")
     if (there or arrives) and kwargs.get("non_blocking"):
         raise RuntimeError("a copy that is not waited for may read or write other memory (pytorch/pytorch#139550)")
+    if func._schema.name in ("aten::clamp", "aten::clamp_", "aten::clamp_min", "aten::clamp_min_") and is_lost(args, kwargs):
+        raise RuntimeError("a minimum this small counts as another one (pytorch/pytorch#167767)")
     leaves = device is not None and not arrives
     if not leaves and not moves and not is_listed(func):
         raise NotImplementedError(f"the operator '{func}' is not currently implemented for the MPS device")
@@ -100,6 +102,12 @@ def tensors(found: Any) -> Iterator[Tensor]:
     elif isinstance(found, (list, tuple)):
         for each in found:
             yield from tensors(each)
+
+
+def is_lost(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the minimum of a clamp has no digit among the first six behind the point. Zero is there on both sides."""
+    minimum = kwargs.get("min", args[1] if len(args) > 1 else None)
+    return isinstance(minimum, float) and 0 < minimum < 5e-7
 
 
 @cache

@@ -297,7 +297,7 @@ def largest_eigenvalue(a: Tensor, iterations: int = 8) -> Tensor:
     column = a.diagonal(dim1=1, dim2=2).argmax(1)
     x = a.gather(2, column.view(-1, 1, 1).expand(-1, a.shape[1], 1))
     for _ in range(iterations):
-        x = x / torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min(torch.finfo(a.dtype).tiny)
+        x = x / at_least(torch.linalg.vector_norm(x, dim=1, keepdim=True), torch.finfo(a.dtype).tiny)
         x = a @ x
     return norms(x)
 
@@ -348,7 +348,7 @@ def _power_of_two(x: Tensor) -> Tensor:
     """The largest power of two that is not above a positive number. Exact down to denormals, where the device has ``frexp``."""
     if is_complete(x.device):
         return x / (2 * torch.frexp(x).mantissa)  # ldexp would be a float pow
-    return (x.clamp(min=torch.finfo(torch.float32).tiny).view(torch.int32) & 0x7F800000).view(torch.float32)
+    return (at_least(x, torch.finfo(torch.float32).tiny).view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def relative_ridge(a: Tensor, eps: float) -> Tensor:
@@ -368,7 +368,15 @@ def relative_ridge(a: Tensor, eps: float) -> Tensor:
 
 def ridge_of_size(size: Tensor, eps: float) -> Tensor:
     """The relative ridge [n] of factors whose Schatten 4-norm is known."""
-    return torch.where(size == 0, 1.0, (eps * size).clamp(min=SMALLEST_RIDGE))
+    return torch.where(size == 0, 1.0, at_least(eps * size, SMALLEST_RIDGE))
+
+
+def at_least(x: Tensor, minimum: float) -> Tensor:
+    """``max(x, minimum)``. NaN stays NaN."""
+    if is_complete(x.device):
+        return x.clamp(min=minimum)
+    # On a Mac, torch before 2.10 takes all minima below 5e-7 for the first of them that it met (pytorch/pytorch#167767).
+    return torch.where(x < minimum, minimum, x)
 
 
 def power(x: Tensor, exponent: float) -> Tensor:

@@ -69,6 +69,14 @@ def test_what_comes_twice_is_captured_and_replayed_from_then_on(cuda):
     assert cuda.log == ["launch", "replay"] and cuda.compiled == [launch] * 2
 
 
+def test_only_the_first_keys_are_compiled_ahead(cuda):
+    """Where something changes on every step, every key is new, and going through a launch once more costs time."""
+    graphs = Graphs()
+    for key in range(2 * graphs.AHEAD):
+        graphs.run(key, lambda: cuda.log.append("launch"))
+    assert len(cuda.log) == 2 * graphs.AHEAD and len(cuda.compiled) == graphs.AHEAD
+
+
 def test_nothing_is_compiled_ahead_within_a_capture(cuda):
     cuda.capturing = True
     Graphs().run("a", lambda: cuda.log.append("launch"))

@@ -251,7 +251,22 @@ def test_a_new_optimizer_takes_over_what_a_checkpoint_has_for_auto() -> None:
     explicit = lather.Shampoo([p], graft="adafactor")
     with pytest.raises(ValueError, match="saved with graft='adam' but the optimizer has graft='adafactor'"):
         explicit.load_state_dict(other.state_dict())
-    explicit.load_state_dict(lather.Shampoo([p]).state_dict())  # of an optimizer without a step
+    unsettled = lather.Shampoo([p]).state_dict()  # of an optimizer without a step
+    for opt in (explicit, started):
+        opt.load_state_dict(unsettled)
+
+
+@pytest.mark.parametrize("graft", ["adam", "sgd", "constant", None])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_graft_that_the_user_chose_does_not_become_auto(graft: str | None, steps: int) -> None:
+    p = nn.Parameter(torch.ones(6, 4))
+    opt, unsettled = lather.Shampoo([p], graft=graft), lather.Shampoo([p]).state_dict()
+    p.grad = torch.ones(6, 4)
+    for _ in range(steps):
+        opt.step()
+    with pytest.raises(ValueError, match=f"saved with graft='auto' but the optimizer has graft={graft!r}"):
+        opt.load_state_dict(unsettled)
+    assert opt.param_groups[0]["graft"] == graft
 
 
 @pytest.mark.parametrize("preconditioner", ["kl", "soap", "spectral"])
@@ -332,7 +347,8 @@ def test_torchs_checkpoint_code_is_told_what_to_build(tmp_path: Any) -> None:
 @pytest.mark.parametrize("preconditioner", ["kl", "soap", "spectral"])
 def test_low_memory_keeps_no_second_moment_with_other_methods(preconditioner: str) -> None:
     opt = lather.low_memory([nn.Parameter(torch.ones(4, 3))], preconditioner=preconditioner)
-    assert opt.param_groups[0]["graft"] == "constant"
+    opt.add_param_group({"params": [nn.Parameter(torch.ones(3, 2))]})
+    assert [group["graft"] for group in opt.param_groups] == ["constant"] * 2
 
 
 def test_a_factor_that_is_infinite_starts_the_block_anew() -> None:

@@ -25,6 +25,7 @@ class Graphs:
     """
 
     MOST = 1024  # keys; beyond that, something changes on every step
+    AHEAD = 64  # keys whose kernels are compiled ahead. Later ones seldom have new kernels, and torch's work is done twice
 
     def __init__(self) -> None:
         self._seen: set[Hashable] = set()
@@ -38,7 +39,7 @@ class Graphs:
             if key not in self._seen:
                 if len(self._seen) < self.MOST:
                     self._seen.add(key)
-                    if not is_capturing():
+                    if len(self._seen) <= self.AHEAD and not is_capturing():
                         compile_kernels(launch)
                 launch()
                 return

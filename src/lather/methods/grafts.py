@@ -7,7 +7,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from ..linalg import bias_correction, diagonal_of, ema_, norms, per_slot
+from ..linalg import at_least, bias_correction, diagonal_of, ema_, norms, per_slot
 from .base import Context, Hyper, Method, Stack, State, Transform
 
 
@@ -95,7 +95,7 @@ class Adafactor(Stateless):
         v, *others = (diagonal_of(state[f"L{mode}"]).to(u.dtype).contiguous() for mode in range(u.dim() - 1))
         v = v / per_slot(self.correction(ctx), v)
         for x in others:
-            share = x / x.sum(1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+            share = x / at_least(x.sum(1, keepdim=True), torch.finfo(x.dtype).tiny)
             v = v[..., None] * share.view(len(x), *[1] * (v.dim() - 1), -1)
         return quotient(u, v.sqrt().add_(ctx.hyper.graft_eps)).clamp_(-1, 1)
 

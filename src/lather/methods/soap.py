@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import roots
 from ..kernels import has_kernels
-from ..linalg import are_products_exact, ema_, norms, per_slot, place_of_roots, product, products_in, rotate
+from ..linalg import are_products_exact, at_least, ema_, norms, per_slot, place_of_roots, product, products_in, rotate
 from .base import FULL, Context, Hyper, Stack, State
 from .shampoo import ROOT_OPTIONS, Index, Kronecker, factor_correction, first_factor, modes_of, write
 
@@ -224,7 +224,7 @@ def _denominator(state: State, dtype: torch.dtype, ctx: Context) -> Tensor:
     if rounding := _rounding(state, dtype):
         root = torch.maximum(root, rounding * mean)
     root = root.add_(ctx.hyper.eps * mean if ctx.hyper.relative_damping else ctx.hyper.eps)
-    return root.clamp_(min=_least(dtype))
+    return at_least(root, _least(dtype))
 
 
 def _divided(x: Tensor, state: State, ctx: Context) -> Tensor:

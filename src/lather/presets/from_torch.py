@@ -167,7 +167,7 @@ def low_memory(params: Any, *arguments: Any, **options: Any) -> Shampoo:
     unfiltered = isinstance(betas, (tuple, list)) and bool(betas) and betas[0] == 0
     small = {name: value for name, value in chosen(SMALL, options).items() if not (unfiltered and name == "filter_dtype")}
     opt = from_adamw(params, *arguments, **small | options)
-    for group in opt.param_groups:
+    for group in (*opt.param_groups, opt.defaults):  # groups that are added later have the defaults
         preconditioned = group["preconditioner"] is not None and group["start_preconditioning_step"] != math.inf
         if preconditioned and group["graft"] == AUTO and graft_name(group) == "adam":
             group["graft"] = "constant"  # keeps no second moment either

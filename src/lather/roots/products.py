@@ -41,8 +41,9 @@ def stages(device: torch.device) -> int:
 
 @lru_cache
 def registers(device: torch.device) -> int | None:
-    """Of a thread, at most, in a kernel of 8 warps: then two programs run side by side. Before Hopper they would be too few."""
-    return 128 if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0) else None
+    """Of a thread, at most, in a kernel of 8 warps: then two programs run side by side. GPUs other than Hopper's and the Blackwell
+    of data centres need more for their products."""
+    return 128 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10) else None
 
 
 def is_in_halves(x: Tensor) -> bool:

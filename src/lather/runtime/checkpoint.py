@@ -28,6 +28,7 @@ from ..options import AUTO, OPTIONS, REQUIRED, STRUCTURAL, is_readable
 from ..planning.blocks import Region, Shape
 from ..planning.plan import BankKey, Plan
 from ..roots import replaced
+from ..settings import graft_name
 from ..storage import averaging
 from ..storage.averaging import Views
 from ..storage.tensors import is_dtensor, local
@@ -147,7 +148,7 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
     """Refuse param groups that were not made for this optimizer.
 
     One that has not ``started`` takes over how dimensions are cut, as checkpoints of version 1 have other blocks, master weights,
-    and a graft in the place of ``"auto"``. Where it has master weights, any file will do: parameters stand in for them. Factors
+    and a graft instead of ``"auto"``. Where it has master weights, any file will do: parameters stand in for them. Factors
     and roots may be packed or not.
     """
     sizes, ours = [len(group["params"]) for group in saved], [len(group["params"]) for group in live]
@@ -160,8 +161,8 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
     for number, (theirs, mine) in enumerate(zip(saved, live, strict=True)):
         _check_kept(theirs, number)
         free = {"block_multiple", "master_weights"} if not started else {"master_weights"} if mine["master_weights"] else set()
-        if AUTO in (theirs["graft"], mine["graft"]):  # one of them was saved, or is, before its first step
-            free.add("graft")
+        if mine["graft"] == AUTO or (theirs["graft"] == AUTO and graft_name(theirs) == mine["graft"]):
+            free.add("graft")  # one of them was saved, or is, before its first step
         for name in (name for name in STRUCTURAL if name not in {*free, "factors"}):
             if OPTIONS[name].check(name, theirs[name]) != mine[name]:  # a tuple may come back as a list
                 raise ValueError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..compute.executor import Job
 from ..compute.slices import BoundSlice
-from ..linalg import exact_dtype, from_host, norms, per_slot, unpack
+from ..linalg import at_least, exact_dtype, from_host, norms, per_slot, unpack
 from ..methods import Context, Kronecker, refiltered
 from ..methods.shampoo import elements_of, factor_correction, factors_of, modes_of, refreshed
 from ..planning.plan import Spec
@@ -199,7 +199,7 @@ def effective_rank(a: Tensor) -> Tensor:
     (tensor([1.]), tensor([0.2500]))
     """
     trace = a.diagonal(dim1=1, dim2=2).sum(1) if a.dim() == 3 else a.sum(1)
-    share = trace / norms(a).clamp_min(torch.finfo(a.dtype).tiny)
+    share = trace / at_least(norms(a), torch.finfo(a.dtype).tiny)
     return share.square() / a.shape[-1]
 
 
