@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 from types import SimpleNamespace
 
@@ -40,6 +41,15 @@ def test_no_kernels_are_left_out():
     asked = {path.name for path in (ROOT / "tests").glob("test_kernels*.py")}
     text = "".join((ROOT / "tests" / name).read_text() for name in asked)
     assert all(f'"{path.name}"' in text for path in (ROOT / "tests/kernels").glob("test_*.py"))
+
+
+@pytest.mark.parametrize("name", ["copies", "dense", "moments", "packed", "step", "tiles"])
+def test_no_kernel_calls_itself(name):
+    """Triton 3.4, which torch 2.8 comes with, would follow such a call for ever. Later versions do not."""
+    tree = ast.parse((ROOT / "src/lather/kernels" / f"{name}.py").read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    calls = {f.name: {ast.unparse(node.func) for node in ast.walk(f) if isinstance(node, ast.Call)} for f in functions}
+    assert calls and not [f for f, called in calls.items() if f in called]
 
 
 GPUS = {90: 232448, 80: 166912, 89: 101376}  # memory of a program on an H200, an A100, and an L4 or RTX 4090

@@ -183,7 +183,7 @@ class Shampoo(torch.optim.Optimizer):
         # parameters. Unit.apply: directions from the owners move the parameters. With one rank there is only the second.
         for phase in session.run.phases:
             phase(step)
-        session.end(step)
+        session.end(step, self.param_groups)
         return loss
 
     @_disable_dynamo

@@ -112,8 +112,9 @@ class Settings:
 
     @cached_property
     def told(self) -> dict[str, str]:
-        """The options in words, to be compared between ranks. Without the learning rate."""
-        return {name: str(value) for name, value in self.given.items() if name != "lr"}
+        """The options in words, to be compared between ranks. Without the learning rate. A graft may be settled on some ranks
+        only, because they saved."""
+        return {name: str(value) for name, value in self.given.items() if name != "lr"} | {"graft": str(self.graft_name)}
 
     @cached_property
     def text(self) -> str:

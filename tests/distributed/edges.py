@@ -168,13 +168,15 @@ def teams_beside_other_groups() -> Stored:
 
 
 def late_group(layout: str) -> Stored:
-    """A parameter is frozen at first, and some are added later."""
+    """A parameter is frozen at first, and some are added later. One rank saves before they take a step."""
     run = Run(layout, Case())
     named = list(run.model.named_parameters())
     run.opt = lather.Shampoo(named[:6], **BASE, momentum=0.9)
     for step in range(1, 13):
         if step == 6:
             run.opt.add_param_group({"params": named[6:], "weight_decay": 0.1})
+            if layout != "one" and dist.get_rank() == 0:
+                run.opt.state_dict()
         run.set_grads(step)
         for frozen in (named[2][1], named[5][1]):
             frozen.requires_grad_(step > 8)

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint.state_dict as dcp_state
 from torch import Tensor, nn
 
 import lather
+from lather.compute.torch_executor import TorchExecutor
 from lather.settings import graft_name
 
 Shape = tuple[int, ...]
@@ -233,6 +234,51 @@ def test_auto_is_settled_by_the_first_step(name: str, value: object, graft: str)
     opt.param_groups[0]["betas"] = (0.9, 1.0)
     opt.step()
     assert opt.param_groups[0]["graft"] == graft and ("v.0" in opt.state[p]) == (graft == "adam")
+
+
+def test_a_step_that_fails_settles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = nn.Parameter(torch.ones(6, 4))
+    opt = lather.Shampoo([p])
+    p.grad = torch.ones(6, 4)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(TorchExecutor, "give_out", raise_memory_error)
+        opt.step()
+    assert opt.param_groups[0]["graft"] == "auto"
+    opt.step()
+    assert opt.param_groups[0]["graft"] == "adafactor"
+
+
+def raise_memory_error(*_: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_the_graft_of_a_group_that_is_added_later(saved: bool) -> None:
+    """It is settled by the next step, or when state is made for the group before that."""
+    first, second = (nn.Parameter(torch.ones(6, 4)) for _ in range(2))
+    opt = lather.Shampoo([first])
+    first.grad = second.grad = torch.ones(6, 4)
+    opt.step()
+    opt.add_param_group({"params": [second]})
+    if saved:
+        opt.state_dict()
+    opt.param_groups[1]["betas"] = (0.9, 1.0)
+    opt.step()
+    assert opt.param_groups[1]["graft"] == ("adafactor" if saved else "adam")
+
+
+@pytest.mark.parametrize(("name", "value"), [("betas", 0.9), ("betas", None), ("preconditioner", [1]), ("graft", "autumn")])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_damaged_file_is_refused_by_name(name: str, value: object, steps: int) -> None:
+    p = nn.Parameter(torch.ones(6, 4))
+    saved = lather.Shampoo([p]).state_dict()
+    saved["param_groups"][0][name] = value
+    opt = lather.Shampoo([p])
+    p.grad = torch.ones(6, 4)
+    for _ in range(steps):
+        opt.step()
+    with pytest.raises(ValueError, match=f"^{name}=.*is not valid"):
+        opt.load_state_dict(saved)
 
 
 def test_a_new_optimizer_takes_over_what_a_checkpoint_has_for_auto() -> None:

@@ -251,7 +251,8 @@ def _trace(factor, side, stride, BLOCK: tl.constexpr):
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, side, BLOCK):
         total += _on_diagonal(factor, first + tl.arange(0, BLOCK), side, stride)
-    return tl.maximum(tl.sum(total), TINY)
+    whole = tl.sum(total)
+    return tl.where(whole < TINY, TINY, whole)  # NaN stays NaN
 
 
 @triton.jit
@@ -374,41 +375,38 @@ def apply(
 
 
 @triton.jit
-def _grow(
-    factor, total, slot, ri, first_column, side, mirrored, alive, scale, numbers,
-    EVEN: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """A tile of a factor takes in ``total``, a product of scaled gradients. Its mirror image does too if it is ``mirrored``.
+def _halves(tile):
+    """The left and the right columns of a tile."""
+    rows: tl.constexpr = tile.shape[0]
+    columns: tl.constexpr = tile.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(tile, [rows, 2, columns]), [0, 2, 1]))
 
-    The columns are done in ``PARTS``, one after the other: with fewer registers, two programs run side by side.
-    """
-    if PARTS > 1:
-        rows: tl.constexpr = total.shape[0]
-        columns: tl.constexpr = total.shape[1] // 2
-        left, right = tl.split(tl.permute(tl.reshape(total, [rows, 2, columns]), [0, 2, 1]))
-        _grow(factor, left, slot, ri, first_column, side, mirrored, alive, scale, numbers, EVEN, PACKED, PARTS // 2)
-        _grow(factor, right, slot, ri, first_column + columns, side, mirrored, alive, scale, numbers, EVEN, PACKED, PARTS // 2)
+
+@triton.jit
+def _grow(
+    factor, total, slot, ri, first_column, side, mirrored, alive, scale, numbers, EVEN: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """A tile of a factor takes in ``total``, a product of scaled gradients. Its mirror image does too if it is ``mirrored``."""
+    rj = first_column + tl.arange(0, total.shape[1])
+    inside = (ri[:, None] < side) & (rj[None, :] < side)
+    if PACKED:
+        at = factor + ((ri * (ri + 1) // 2)[:, None] + rj[None, :])
+        inside = inside & (rj[None, :] <= ri[:, None])
     else:
-        rj = first_column + tl.arange(0, total.shape[1])
-        inside = (ri[:, None] < side) & (rj[None, :] < side)
-        if PACKED:
-            at = factor + ((ri * (ri + 1) // 2)[:, None] + rj[None, :])
-            inside = inside & (rj[None, :] <= ri[:, None])
-        else:
-            at = factor + (ri[:, None] * side + rj[None, :])
+        at = factor + (ri[:, None] * side + rj[None, :])
+        if EVEN:
+            at = tl.multiple_of(at, (16, 16))
+    s = 1 / tl.load(scale + slot)
+    old = tl.load(at, inside, 0.0)
+    grown = _number(numbers, FACTOR_KEEP) * old + _number(numbers, FACTOR_TAKE) * (total * s * s)
+    new = tl.where(tl.load(alive + slot) != 0, grown, old)
+    tl.store(at, new, inside)
+    if not PACKED:  # noqa: SIM102 (Triton evaluates both sides of `and`)
+        if mirrored:
+            mirror = factor + (rj[:, None] * side + ri[None, :])
             if EVEN:
-                at = tl.multiple_of(at, (16, 16))
-        s = 1 / tl.load(scale + slot)
-        old = tl.load(at, inside, 0.0)
-        grown = _number(numbers, FACTOR_KEEP) * old + _number(numbers, FACTOR_TAKE) * (total * s * s)
-        new = tl.where(tl.load(alive + slot) != 0, grown, old)
-        tl.store(at, new, inside)
-        if not PACKED:  # noqa: SIM102 (Triton evaluates both sides of `and`)
-            if mirrored:
-                mirror = factor + (rj[:, None] * side + ri[None, :])
-                if EVEN:
-                    mirror = tl.multiple_of(mirror, (16, 16))
-                tl.store(mirror, new.T, (rj[:, None] < side) & (ri[None, :] < side))
+                mirror = tl.multiple_of(mirror, (16, 16))
+            tl.store(mirror, new.T, (rj[:, None] < side) & (ri[None, :] < side))
 
 
 @triton.jit
@@ -453,10 +451,18 @@ def gram(
             total = (total + total.T) / 2
     factor = tl.load(job + JOB_FACTOR_ADDRESS).to(tl.pointer_type(tl.float32))
     tile_row, tile_column = tl.load(job + JOB_TILE_ROW).to(tl.int32), tl.load(job + JOB_TILE_COLUMN).to(tl.int32)
-    _grow(
-        factor, total, slot, ri, tile_column * SIDE, side, tile_row != tile_column, alive, scale, numbers, EVEN, PACKED,
-        PARTS=4 if SIDE >= 128 else 1,
-    )  # fmt: skip
+    column, mirrored = tile_column * SIDE, tile_row != tile_column
+    if SIDE < 128:
+        _grow(factor, total, slot, ri, column, side, mirrored, alive, scale, numbers, EVEN, PACKED)
+    else:  # columns a quarter at a time: with fewer registers, two programs run side by side
+        quarter: tl.constexpr = SIDE // 4
+        left, right = _halves(total)
+        first, second = _halves(left)
+        third, fourth = _halves(right)
+        _grow(factor, first, slot, ri, column, side, mirrored, alive, scale, numbers, EVEN, PACKED)
+        _grow(factor, second, slot, ri, column + quarter, side, mirrored, alive, scale, numbers, EVEN, PACKED)
+        _grow(factor, third, slot, ri, column + 2 * quarter, side, mirrored, alive, scale, numbers, EVEN, PACKED)
+        _grow(factor, fourth, slot, ri, column + 3 * quarter, side, mirrored, alive, scale, numbers, EVEN, PACKED)
 
 
 @triton.jit
@@ -492,4 +498,4 @@ def thin_factors(factors, sums, alive, scale, numbers, PACKED: tl.constexpr, SID
     for i in range(0, tl.load(row + THIN_NUM_CHUNKS)):
         total += tl.load(sums + (first + i) * SIDE * SIDE + k[:, None] * SIDE + k[None, :])
     factor = tl.load(row + THIN_FACTOR_ADDRESS).to(tl.pointer_type(tl.float32))
-    _grow(factor, total, slot, k, 0, side, False, alive, scale, numbers, False, PACKED, 1)
+    _grow(factor, total, slot, k, 0, side, False, alive, scale, numbers, False, PACKED)

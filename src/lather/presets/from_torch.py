@@ -156,7 +156,8 @@ def low_memory(params: Any, *arguments: Any, **options: Any) -> Shampoo:
 
     These are 4 for the factors (``factors="packed"``), 2 for the roots (``root_dtype="bfloat16"``) and 2 for the filtered gradient
     (``filter_dtype="bfloat16"``). Factors stay in float32. Other presets take the same options. A method gets those that it reads.
-    Where ``graft="auto"`` would be Adam, as with other methods than Shampoo, it is ``"constant"``.
+    Where ``graft="auto"`` would be Adam, as with other methods than Shampoo, it is ``"constant"``. This is decided here, from the
+    options of each param group. Groups that are added later get what the arguments give.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(1024, 1024, bias=False)
@@ -167,7 +168,7 @@ def low_memory(params: Any, *arguments: Any, **options: Any) -> Shampoo:
     unfiltered = isinstance(betas, (tuple, list)) and bool(betas) and betas[0] == 0
     small = {name: value for name, value in chosen(SMALL, options).items() if not (unfiltered and name == "filter_dtype")}
     opt = from_adamw(params, *arguments, **small | options)
-    for group in (*opt.param_groups, opt.defaults):  # groups that are added later have the defaults
+    for group in (*opt.param_groups, opt.defaults):
         preconditioned = group["preconditioner"] is not None and group["start_preconditioning_step"] != math.inf
         if preconditioned and group["graft"] == AUTO and graft_name(group) == "adam":
             group["graft"] = "constant"  # keeps no second moment either

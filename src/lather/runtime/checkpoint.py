@@ -160,11 +160,12 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
         )
     for number, (theirs, mine) in enumerate(zip(saved, live, strict=True)):
         _check_kept(theirs, number)
+        theirs = {name: OPTIONS[name].check(name, theirs[name]) for name in OPTIONS if name != "lr"}  # a tuple may be a list now
         free = {"block_multiple", "master_weights"} if not started else {"master_weights"} if mine["master_weights"] else set()
         if mine["graft"] == AUTO or (theirs["graft"] == AUTO and graft_name(theirs) == mine["graft"]):
             free.add("graft")  # one of them was saved, or is, before its first step
         for name in (name for name in STRUCTURAL if name not in {*free, "factors"}):
-            if OPTIONS[name].check(name, theirs[name]) != mine[name]:  # a tuple may come back as a list
+            if theirs[name] != mine[name]:
                 raise ValueError(
                     f"param group {number} of the checkpoint was saved with {name}={theirs[name]!r} but the optimizer has "
                     f"{name}={mine[name]!r}, which gives other blocks or state; construct it with {name}={theirs[name]!r}"
@@ -234,7 +235,7 @@ def _misfit(
         cause = "by one rank of several without consolidate_state_dict(), or cut short"
         if len(missing) == len({*needed} - {"master"}):
             cause = "by another optimizer, or while the parameter was frozen"
-        elif graft == "adam" and "L0.0" in needed and {k[0] for k in missing} == {"v"}:
+        elif graft == "adam" and any(k[0] == "L" for k in needed) and {k[0] for k in missing} == {"v"}:
             # Torch's checkpoint code reads only what the optimizer has.
             cause = "with graft='adam', and read by an optimizer that does not keep its moment; construct it with graft='adam'"
         return f"the checkpoint lacks {_few(missing)} for parameter {name}: it was probably saved {cause}"

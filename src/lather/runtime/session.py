@@ -78,8 +78,6 @@ class Session:
         refuse_averages(groups)
         if self._agreement.strict:
             refuse_nonfinite(grads, run, self.settings, self._agreement.peers)
-        for group, settings in zip(groups, self.settings, strict=True):
-            group["graft"] = settings.graft_name  # the state depends on it from now on
         step = run.begin(grads, self.settings, rates, groups)
         if self.armed is None:
             return step
@@ -97,9 +95,10 @@ class Session:
             raise RuntimeError("no step was recorded: call opt.arm() before the step, or use lather.Monitor")
         return self.record.gathered(by, self._agreement.peers) if gather else self.record.metrics(by)
 
-    def end(self, step: Step) -> None:
+    def end(self, step: Step, groups: Groups) -> None:
         """Count a step that is done, and report its failures."""
         self.run.end(step)
+        settle_grafts(groups, self.settings)
         self._health.report(self.run, self.settings, alone=not self._agreement.peers.comms)
 
     def _is_probe(self, grads: Mapping[int, Tensor], groups: Groups) -> bool:
@@ -193,6 +192,7 @@ class Session:
         self._agreed = False
         if started:
             _refuse_changes(self._structure, structure, before, trainable)
+            settle_grafts(groups, self.settings)  # of param groups that were added since
         before.finish()
         for group in groups:
             averaging.settle(group, train=training)
@@ -344,6 +344,12 @@ def all_ranks(group: Any) -> Ranks:
 
 def my_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def settle_grafts(groups: Groups, settings: Sequence[Settings]) -> None:
+    """Tell which graft is used where the user left the choice. The state depends on it from now on."""
+    for group, each in zip(groups, settings, strict=True):
+        group["graft"] = each.graft_name
 
 
 def refuse_averages(groups: Groups) -> None:
