@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
 
 # What param groups hold besides options: the largest learning rate, the largest of a step, and the mode of averaging.
 KEPT = ("peak_lr", "top_lr", "train_mode")
+
+
+@contextmanager
+def _without_autograd() -> Iterator[None]:
+    """No gradients, and no inference mode: tensors made in it could not be changed by a later step."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Shampoo(torch.optim.Optimizer):
@@ -187,7 +195,7 @@ class Shampoo(torch.optim.Optimizer):
         return loss
 
     @_disable_dynamo
-    @torch.no_grad()
+    @_without_autograd()
     def train(self) -> None:
         """Train mode: parameters of param groups with ``averaging`` hold the points at which gradients are taken.
 
@@ -206,7 +214,7 @@ class Shampoo(torch.optim.Optimizer):
         self._session.switch(self.param_groups, self.state, train=True)
 
     @_disable_dynamo
-    @torch.no_grad()
+    @_without_autograd()
     def eval(self) -> None:
         """Eval mode: parameters of param groups with ``averaging`` hold the average, to evaluate or to keep it.
 
@@ -263,7 +271,7 @@ class Shampoo(torch.optim.Optimizer):
         hooks = self._optimizer_state_dict_pre_hooks
         for hook in list(hooks.values()):  # before the state is taken, because a hook may gather it
             hook(self)
-        with torch.no_grad():
+        with _without_autograd():
             saved = self._session.saved(self.param_groups, self.state)
         live = self.state
         try:
@@ -272,7 +280,7 @@ class Shampoo(torch.optim.Optimizer):
         finally:
             self.state, self._optimizer_state_dict_pre_hooks = live, hooks
 
-    @torch.no_grad()
+    @_without_autograd()
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the whole state to the rank ``to``. All ranks must call this together.
 
@@ -281,7 +289,7 @@ class Shampoo(torch.optim.Optimizer):
         """
         self._session.consolidate(self.param_groups, self.state, to)
 
-    @torch.no_grad()
+    @_without_autograd()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a checkpoint into the live state. One that does not fit is refused, and then nothing changes.
 

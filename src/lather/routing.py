@@ -91,7 +91,7 @@ def has_no_matrices(group: Mapping[str, Any]) -> bool:
 
 def _parameters(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[_Named]:
     """Every parameter once, in order."""
-    pairs = list(model.named_parameters(remove_duplicate=False)) if isinstance(model, nn.Module) else list(model)
+    pairs = _trainable(model) if isinstance(model, nn.Module) else list(model)
     found: dict[int, _Named] = {}
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)):
@@ -105,8 +105,15 @@ def _parameters(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[_Named]
         names = [WRAPPERS.sub("", name) for name in item.names]
         item.plain = [name.removeprefix("module.") for name in names] if wrapped else names
     for key, kinds in kinds_of(model).items() if isinstance(model, nn.Module) else ():
-        found[key].kinds = kinds
+        if key in found:
+            found[key].kinds = kinds
     return list(found.values())
+
+
+def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters by name, without integers, which nobody can train: adapters are added to weights of 4 or 8 bits."""
+    pairs = model.named_parameters(remove_duplicate=False)
+    return [(name, p) for name, p in pairs if p.is_floating_point() or p.is_complex()]
 
 
 def _checked(kinds: Kinds | None) -> Kinds:

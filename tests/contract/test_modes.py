@@ -568,3 +568,27 @@ def test_a_root_device_that_changes_gets_its_own_solver() -> None:
     before = resolve(group)
     group["root_device"] = "cpu"
     assert resolve(group, before).signature != before.signature
+
+
+@pytest.mark.parametrize("when", ["eval", "state_dict", "load", "eval and load"])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_inference_mode_leaves_no_trace(when: str, steps: int) -> None:
+    """State that was made in it could not be changed afterwards."""
+    (model, opt), (other, plain) = make("gpa"), make("gpa")
+    train(model, opt, steps)
+    train(other, plain, steps)
+    saved = copy.deepcopy(plain.state_dict())
+    with torch.inference_mode():
+        if "eval" in when:
+            opt.eval()
+        if "load" in when:
+            opt.load_state_dict(saved)
+        elif when == "state_dict":
+            opt.state_dict()
+        opt.train()
+        opt.consolidate_state_dict()
+    plain.eval()
+    plain.train()
+    train(model, opt, 2)
+    train(other, plain, 2)
+    assert_same(opt.state_dict()["state"], plain.state_dict()["state"])

@@ -419,3 +419,15 @@ def test_names_are_needed() -> None:
     for wrong in (model.parameters(), [{"params": list(model.parameters())}], [("a", "b")]):
         with pytest.raises(ValueError, match=r"model\.named_parameters\(\) instead of"):
             lather.route(wrong, RULES)  # type: ignore[arg-type]
+
+
+def test_weights_of_few_bits_under_adapters_are_left_out() -> None:
+    """They are integers, which nobody can train. Passed by themselves they are refused."""
+    model = nn.Module()
+    model.base = nn.Parameter(torch.zeros(8, 4, dtype=torch.uint8), requires_grad=False)
+    model.adapter = nn.Linear(4, 2, bias=False)
+    for opt in (lather.Shampoo(model), lather.from_adamw(model), lather.Shampoo(lather.route(model, [("adapter", {"lr": 0.1})]))):
+        assert [p for group in opt.param_groups for p in group["params"]] == [model.adapter.weight]
+    assert "base" not in str(lather.plan(model))
+    with pytest.raises(TypeError, match=r"parameter base has dtype torch\.uint8"):
+        lather.Shampoo(model.named_parameters())

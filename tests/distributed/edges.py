@@ -185,6 +185,21 @@ def late_group(layout: str) -> Stored:
     return run.stored()
 
 
+def removed_group(layout: str) -> Stored:
+    """The first param group is taken out, and a parameter of the second. The others keep their state and owners."""
+    run = Run(layout, Case())
+    named = list(run.model.named_parameters())
+    run.opt = lather.Shampoo([{"params": named[:4]}, {"params": named[4:]}], **BASE, momentum=0.9)
+    for step in range(1, 13):
+        if step == 6:
+            run.opt.param_groups.pop(0)
+            for name in ("params", "param_names"):
+                run.opt.param_groups[0][name].pop(0)
+        run.set_grads(step)
+        run.opt.step()
+    return run.stored()
+
+
 def through_a_copy(layout: str, how: str) -> Stored:
     run = Run(layout, Case({"momentum": 0.9})).advance(1, 7)
     if how == "deepcopy":

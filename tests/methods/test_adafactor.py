@@ -317,7 +317,7 @@ def test_a_graft_that_the_user_chose_does_not_become_auto(graft: str | None, ste
 
 @pytest.mark.parametrize("preconditioner", ["kl", "soap", "spectral"])
 def test_it_goes_with_shampoo_only(preconditioner: str) -> None:
-    message = rf"graft='adafactor' does not go with preconditioner='{preconditioner}'.* use graft='adam'"
+    message = rf"graft='adafactor' does not go with preconditioner='{preconditioner}'.* build the optimizer with graft='adam'"
     with pytest.raises(ValueError, match=message):
         lather.Shampoo([nn.Parameter(torch.zeros(6, 4))], graft="adafactor", preconditioner=preconditioner)
     with pytest.raises(ValueError, match=message):

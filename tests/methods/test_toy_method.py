@@ -297,7 +297,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(name: str, pool: Pool, tmp_p
         ({"preconditioner": "whitened", "exponent": 0.25}, "exponent=0.25 has no effect with preconditioner='whitened'"),
         (
             {"preconditioner": "whitened", "graft": "adafactor"},
-            "graft='adafactor'.* does not go with .*'whitened'.* use graft='adam'",
+            "graft='adafactor'.* does not go with .*'whitened'.* build the optimizer with graft='adam'",
         ),
         ({"preconditioner": "whitened", "root": "nwton"}, "did you mean 'newton'"),
         ({"preconditioner": "spectral", "damping": "absolute"}, "damping='absolute' has no effect .*'kl', 'mean_size', 'whitened'"),

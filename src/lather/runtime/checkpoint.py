@@ -155,8 +155,9 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
     if sizes != ours:
         raise ValueError(
             f"the checkpoint has param groups of {sizes} parameters but the optimizer has {ours}; build the optimizer from the "
-            "same model with the same param groups. Earlier versions of lather knew fewer kinds of parameters: if one of them was "
-            f"given the model, pass lather.route(model, kinds=dict.fromkeys({LATER_KINDS}))"
+            "same model with the same param groups, and not once from the model and once from its parameters. Earlier versions of "
+            "lather knew fewer kinds of parameters: if one of them was given the model, pass "
+            f"lather.route(model, kinds=dict.fromkeys({LATER_KINDS}))"
         )
     for number, (theirs, mine) in enumerate(zip(saved, live, strict=True)):
         _check_kept(theirs, number)
@@ -234,7 +235,7 @@ def _misfit(
     if missing := [k for k in needed if k not in saved and k != "master"]:
         cause = "by one rank of several without consolidate_state_dict(), or cut short"
         if len(missing) == len({*needed} - {"master"}):
-            cause = "by another optimizer, or while the parameter was frozen"
+            cause = "by another optimizer, or while the parameter was frozen; if it was, freeze it, load, and unfreeze it again"
         elif graft == "adam" and any(k[0] == "L" for k in needed) and {k[0] for k in missing} == {"v"}:
             # Torch's checkpoint code reads only what the optimizer has.
             cause = "with graft='adam', and read by an optimizer that does not keep its moment; construct it with graft='adam'"
@@ -351,15 +352,21 @@ TAKERS_OF_PARTS = (("torch.distributed.checkpoint", None), ("accelerate.optimize
 
 
 def is_for_parts() -> bool:
-    """Whether the call comes from one of ``TAKERS_OF_PARTS``, directly or not."""
+    """Whether the call comes from one of ``TAKERS_OF_PARTS``, directly or not.
+
+    With ``full_state_dict=True`` torch would save what rank 0 has. So that counts only while torch loads.
+    """
     frame: FrameType | None = sys._getframe(1)
+    found = whole = False
     while frame is not None:
         name, function = frame.f_globals.get("__name__") or "", frame.f_code.co_name
-        for module, only in TAKERS_OF_PARTS:
-            if f"{name}.".startswith(f"{module}.") and only in (None, function):
+        if any(f"{name}.".startswith(f"{module}.") and only in (None, function) for module, only in TAKERS_OF_PARTS):
+            if function == "_load_optim_state_dict":
                 return True
+            found = True
+            whole |= function == "_get_optim_state_dict" and frame.f_locals["info"].full_state_dict
         frame = frame.f_back
-    return False
+    return found and not whole
 
 
 def warn_of_parts() -> None:

@@ -87,8 +87,9 @@ class Health:
             if failed > (0 if bank.counts.is_cpu else PATIENCE):
                 self._warn(f"the root of block {block.index} of parameter {name} could not be refreshed; its last one is kept")
             if skipped != known[slot]:
-                rate = " or a learning rate that is NaN, infinite or negative" if settings.rate_on_device else ""
-                self._warn(f"parameter {name} had a gradient with NaN or Inf{rate}; its affected blocks were not updated")
+                rate = ", or a learning rate that is NaN, infinite or negative" if settings.rate_on_device else ""
+                cause = f"a gradient with NaN or Inf, or too large to be squared{rate}"
+                self._warn(f"parameter {name} had {cause}; its affected blocks were not updated")
 
     def _warn(self, message: str, once: str | None = None, stacklevel: int = 10) -> None:
         """Only the first time for each message, or for each ``once``. By default for the line that called opt.step()."""

@@ -38,8 +38,8 @@ class Session:
 
     def __init__(self, process_group: Any, trainers: int | None, stages: int | None, check_ranks: int) -> None:
         self.process_group, self.trainers, self._stages, self._check_ranks = process_group, trainers, stages, check_ranks
-        self._structure: list[tuple[Any, ...]] = []  # options that may not change any more, by param group
-        self._owners: dict[tuple[int, int, int], int] = {}  # place, by param group, position in it, block
+        self._structure: dict[Tensor, tuple[Any, ...]] = {}  # options that may not change any more, by parameter
+        self._owners: dict[Tensor, dict[int, int]] = {}  # places by block, by parameter
         self._began: Ranks = ()  # the world in which owners were chosen
         self._meet()
         self.reset()
@@ -182,7 +182,7 @@ class Session:
 
     def _rebuild(self, groups: Groups, state: State, trainable: Sequence[Item], world: Ranks) -> None:
         started, before = self.started(state), self.run
-        structure = [settings.structure for settings in self.settings]
+        structure = {p: self.settings[g].structure for g, _, p in trainable}
         training = all(averaging.is_training(group) for group in groups if group["averaging"] is not None)
         if started and self._began != world:
             raise RuntimeError(
@@ -206,8 +206,9 @@ class Session:
         state.update({p: dict(views) for p, views in zip(params, self.run.views, strict=True)})
         self.run.averages.publish(state)
         self._health.keep(self.run.banks)
-        owners = zip(plan.blocks, plan.owners, strict=True)
-        self._owners = {(*trainable[block.param][:2], block.index): place for block, place in owners}
+        self._owners = {p: {} for p in params}
+        for block, place in zip(plan.blocks, plan.owners, strict=True):
+            self._owners[params[block.param]][block.index] = place
         self._began, self._structure = world, structure
         self._signature = self._sign(trainable, world)
 
@@ -222,8 +223,8 @@ class Session:
         specs, teams = describe(trainable, groups, self.world(), my_rank(), self.trainers)
         settled: dict[tuple[int, int], int] = {}
         if self.started(state):  # existing state stays where it is
-            numbers = {(g, i): n for n, (g, i, _) in enumerate(trainable)}
-            settled = {(numbers[g, i], b): place for (g, i, b), place in self._owners.items() if (g, i) in numbers}
+            owners = [self._owners.get(p, {}) for *_, p in trainable]
+            settled = {(n, b): place for n, places in enumerate(owners) for b, place in places.items()}
         return make_plan(specs, settings, teams, self._stages, settled), [team.index(my_rank()) for team in teams]
 
     def _trainable(self, groups: Groups, state: State, keep: Collection[Tensor] = ()) -> list[Item]:
@@ -362,10 +363,12 @@ def refuse_averages(groups: Groups) -> None:
             )
 
 
-def _refuse_changes(before: Sequence[Any], now: Sequence[Any], run: Run, trainable: Iterable[Item]) -> None:
+def _refuse_changes(
+    before: Mapping[Tensor, tuple[Any, ...]], now: Mapping[Tensor, tuple[Any, ...]], run: Run, trainable: Iterable[Item]
+) -> None:
     """Refuse changes that the state does not survive, of options that decide about it and of shapes."""
-    for g, (old, new) in enumerate(zip(before, now, strict=False)):
-        for name, was, is_now in zip(STRUCTURAL, old, new, strict=True):
+    for g, _, p in trainable:
+        for name, was, is_now in zip(STRUCTURAL, before.get(p, now[p]), now[p], strict=True):
             if was != is_now:
                 raise ValueError(
                     f"{name} of param group {g} was changed from {was!r} to {is_now!r} after the first step; the state depends on "
