@@ -336,19 +336,13 @@ def all_finite(x: Tensor) -> Tensor:
 def normalize(a: Tensor, floor: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
     """``a / c`` and ``c`` [n, 1, 1], the power of two with ``c <= max(|a|, floor) < 2c``, or 1 if that maximum is 0.
 
-    Division by ``c`` is exact. Afterwards squares neither overflow nor vanish.
+    Division by ``c`` is exact. Afterwards squares neither overflow nor vanish. A device without ``frexp`` takes the maximum itself.
     """
     largest = torch.maximum(a.amax((1, 2), keepdim=True), a.amin((1, 2), keepdim=True).neg())  # faster than a norm on a CPU
     size = largest.clamp(min=floor)
-    c = torch.where(size > 0, _power_of_two(size), 1.0)
+    power = size / (2 * torch.frexp(size).mantissa) if is_complete(a.device) else size  # ldexp would be a float pow
+    c = torch.where(size > 0, power, 1.0)
     return a / c, c
-
-
-def _power_of_two(x: Tensor) -> Tensor:
-    """The largest power of two that is not above a positive number. Exact down to denormals, where the device has ``frexp``."""
-    if is_complete(x.device):
-        return x / (2 * torch.frexp(x).mantissa)  # ldexp would be a float pow
-    return (at_least(x, torch.finfo(torch.float32).tiny).view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def relative_ridge(a: Tensor, eps: float) -> Tensor:

@@ -126,12 +126,12 @@ class Shampoo(torch.optim.Optimizer):
         refuse_flags(given)
         if isinstance(params, torch.nn.Module):
             params = route(params)
-        self._rules: list[str] = []  # what made each param group, for reports; not in checkpoints
+        self._rules: list[tuple[dict[str, Any], str]] = []  # param groups and what made each, for reports; not in checkpoints
         trainers = None if num_trainers_per_group is None else whole("num_trainers_per_group", num_trainers_per_group)
         period = check_ranks if check_ranks in (0, 1) else whole("check_ranks", check_ranks)  # True is more than 1
         self._session = Session(process_group, trainers, None if stages is None else whole("stages", stages), period)
         super().__init__(params, {name: given[name] for name in OPTIONS})
-        warn_of_tables(group for group, rule in zip(self.param_groups, self._rules, strict=True) if not rule)
+        warn_of_tables(group for group, rule in self._rules if not rule)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, also between steps; they start at step 0."""
@@ -157,7 +157,11 @@ class Shampoo(torch.optim.Optimizer):
         for name in ("top_lr", "train_mode"):  # left over, if the group comes from another optimizer
             group.pop(name, None)
         averaging.settle(group, train=all(map(averaging.is_training, self.param_groups[:-1])))
-        self._rules[len(self.param_groups) - 1 :] = [rule]
+        self._rules.append((group, rule))
+
+    def _made(self) -> list[str]:
+        """What made each param group, also if others were taken out."""
+        return [next((rule for one, rule in self._rules if one is group), "") for group in self.param_groups]
 
     def _check_parameters(self, group: dict[str, Any]) -> None:
         session = self._session
@@ -233,7 +237,7 @@ class Shampoo(torch.optim.Optimizer):
 
     def arm(self) -> None:
         """Record the next step for :meth:`metrics`. That step takes longer, and computes the same. All ranks must call this."""
-        self._session.armed = self._rules
+        self._session.armed = self._made
 
     @torch.no_grad()
     def metrics(self, by: str = "parameter", gather: bool = False) -> dict[str, dict[str, Any]]:
@@ -258,7 +262,7 @@ class Shampoo(torch.optim.Optimizer):
         """What is preconditioned and how, memory by kind and work per step. Needs no step and allocates nothing."""
         from .report.plan import PlanReport
 
-        return PlanReport(*self._session.plan(self.param_groups, self.state), self._rules)
+        return PlanReport(*self._session.plan(self.param_groups, self.state), self._made())
 
     # Checkpoints.
 

@@ -287,7 +287,7 @@ OPTIONS: dict[str, Option] = {
     "refresh_warmup": Option(0.1, _number(0, 1), "early in training, refresh often enough that a root's age stays below this fraction of the step count (0.1: every step up to step 19, every 2 up to 39, every 4 ...). 0: always every `precondition_frequency` steps. The default is off with `refresh_delay`"),
     "refresh": Option("together", _choice("together", "staggered"), "refresh all blocks in the same step, or spread them evenly over the period"),
     "refresh_delay": Option(0, _count(0), "steps from a refresh to the first use of its roots. Meanwhile they are computed in the background, on CUDA by a stream of their own; takes the memory of the roots once more"),
-    "root_device": Option(None, _root_device, "`\"cpu\"`: compute roots on the host; with `refresh_delay`, in a thread. Devices other than CPU and CUDA, such as a Mac's GPU, always do"),
+    "root_device": Option(None, _root_device, "`\"cpu\"`: compute roots on the host. On CUDA with `refresh_delay` a thread does it. Devices other than CPU and CUDA, such as a Mac's GPU, always have their roots computed there"),
     "on_nonfinite": Option("skip", _choice("skip", "raise"), "for NaN or Inf in a gradient, or an invalid learning rate in a tensor on the device: the block skips the step, or the step raises (which reads the device on every step)"),
     "max_failed_refreshes": Option(3, _count(0), "raise an error after more than this many failed refreshes of a block in a row"),
     "communication_dtype": Option(None, _optional(_dtype("float32", "bfloat16", "float16", "int8")), "dtype in which directions are sent to the ranks that store the parameter: `\"float32\"`, `\"bfloat16\"`, `\"float16\"`, or `\"int8\"` with a scale per block; default: not rounded"),

@@ -124,7 +124,7 @@ class Settings:
     def signature(self) -> tuple[Any, ...]:
         """Everything that plan, banks, buffers and units depend on."""
         hyper, other = self.hyper, self.elementwise_hyper
-        filters = hyper.beta1 > 0, hyper.beta3 == other.beta3, hyper.looks_ahead, other.looks_ahead
+        filters = hyper.beta1 > 0, hyper.beta3 == other.beta3, hyper.looks_ahead
         there = self.momentum > 0, hyper.refresh_delay > 0
         how = self.rate_on_device, self.decay_mode == "l2", self.maximize, self.raise_on_nonfinite, self.wire_dtype
         return (*filters, *there, *how, *self.structure, hyper.root, hyper.root_device, hyper.exponent, hyper.exponent_multiplier)

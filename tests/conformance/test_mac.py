@@ -17,7 +17,7 @@ import lather
 pytestmark = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"), reason="torch 2.10 can play other devices"
 )
-SHAPES = [(8, 6), (5,), (4, 3, 2), (9, 4), (3, 3)]
+SHAPES = [(8, 6), (5,), (4, 3, 2), (9, 4), (3, 3), (8, 6), (5,)]
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "packed": {"factors": "packed"},

@@ -200,6 +200,26 @@ def removed_group(layout: str) -> Stored:
     return run.stored()
 
 
+def replaced_parameters(layout: str) -> Stored:
+    """Others take the parameters' places and state, when owners are not those of a fresh plan."""
+    run = Run(layout, Case())
+    named = list(run.model.named_parameters())
+    run.opt = lather.Shampoo(named[:4], **BASE, momentum=0.9)
+    for step in range(1, 13):
+        if step == 4:
+            run.opt.add_param_group({"params": named[4:]})
+        if step == 8:
+            for name, old in named:
+                module, _, leaf = name.rpartition(".")
+                setattr(run.model.get_submodule(module), leaf, new := nn.Parameter(old.detach().clone()))
+                run.opt.state[new] = run.opt.state.pop(old)
+                for group in run.opt.param_groups:
+                    group["params"] = [new if p is old else p for p in group["params"]]
+        run.set_grads(step)
+        run.opt.step()
+    return run.stored()
+
+
 def through_a_copy(layout: str, how: str) -> Stored:
     run = Run(layout, Case({"momentum": 0.9})).advance(1, 7)
     if how == "deepcopy":

@@ -88,6 +88,11 @@ def test_groups_taken_out(layout: str, pools: Pools) -> None:
     cases.assert_same(toy(pools[2].run(edges.removed_group, layout)), toy([edges.removed_group("one")]))
 
 
+@pytest.mark.parametrize("layout", BOTH)
+def test_replaced_parameters(layout: str, pools: Pools) -> None:
+    cases.assert_same(toy(pools[2].run(edges.replaced_parameters, layout)), toy([edges.replaced_parameters("one")]))
+
+
 @pytest.mark.parametrize(("layout", "how"), [("ddp2", "deepcopy"), ("ddp2", "pickle"), ("tp0x2", "deepcopy")])
 def test_copies(layout: str, how: str, pools: Pools) -> None:
     cases.assert_same(toy(pools[2].run(edges.through_a_copy, layout, how)), toy([edges.through_a_copy("one", how)]))

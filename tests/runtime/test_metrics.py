@@ -191,6 +191,20 @@ def test_by_kind():
         opt.metrics(by="layer")
 
 
+def test_kinds_of_the_groups_that_are_left():
+    model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+    opt = lather.Shampoo(model, lr=0.1)
+    late = nn.Parameter(torch.ones(3, 3))
+    del opt.param_groups[1]  # the embedding
+    opt.add_param_group({"params": [("late", late)], "rule": "kind: late"})
+    for p in (late, *model.parameters()):
+        p.grad = torch.ones_like(p)
+    opt.arm()
+    opt.step()
+    assert list(opt.metrics(by="kind")) == ["weights", "norm", "bias", "late"]
+    assert "embedding" not in str(opt.plan())
+
+
 def test_there_must_be_a_record():
     _, opt = run(armed=())
     with pytest.raises(RuntimeError, match="no step was recorded"):

@@ -77,8 +77,9 @@ class Tables:
         self.rank_one = _rank_one_launch(parts, device) if of_factors else None
         self._one = torch.ones((), dtype=torch.float32, device=device)
         alignments = [_alignment(part, window, of_factors) for part in parts for window in part.windows]
-        moments = iter([] if self.rank_one is None else self.rank_one.addresses)
-        tiles, bounds, first_tile, num_tiles = _cut([row for begin in begins for row in _blocks(begin, moments)], alignments)
+        moments = self.rank_one.addresses if self.rank_one else [0] * begins[-1].end
+        blocks = [row for begin in begins for row in _blocks(begin, moments[begin.first_slot : begin.end])]
+        tiles, bounds, first_tile, num_tiles = _cut(blocks, alignments)
         tiles, ranges = tiles.to(device), zip(pairwise(bounds), ORDER, strict=True)
         self.ranges = [TileRange(a, tiles[a:b], alignment) for (a, b), alignment in ranges if b > a]
         roots = torch.tensor([address for part in parts for address in _roots(part, self._one)], device="cpu")
@@ -137,6 +138,11 @@ class _Beginning(NamedTuple):
     flat_offset: int
     half_address: int
 
+    @property
+    def end(self) -> int:
+        """The first slot after it."""
+        return self.first_slot + self.part.n
+
     def halves_of(self, i: int) -> int:
         """The address of a block in halves."""
         return self.half_address + HALF * i * math.prod(self.part.half_shape)
@@ -149,8 +155,8 @@ def _beginnings(parts: Sequence[BoundSlice], halves: Tensor) -> list[_Beginning]
     return list(map(_Beginning, parts, slots, flats, addresses))
 
 
-def _blocks(begin: _Beginning, moments: Iterator[int]) -> Iterator[Tile]:
-    """The first tile of every slot. ``moments`` are the addresses of second moments that are not in the state."""
+def _blocks(begin: _Beginning, moments: Sequence[int]) -> Iterator[Tile]:
+    """The first tile of every slot. ``moments`` are the addresses of second moments that are not in the state, or 0."""
     part = begin.part
     addresses = [[each.data_ptr() for each in part.state[role]] if role in part.state else [0] * part.n for role in ("m", "v")]
     columns, padded, third = (part.shape[1], part.half_shape[2], part.third_size) if part.kernel_factors else (1, 1, 1)
@@ -169,7 +175,7 @@ def _blocks(begin: _Beginning, moments: Iterator[int]) -> Iterator[Tile]:
             inner_stride=inner_stride,
             flat_offset=begin.flat_offset + i * part.numel,
             filter_address=filter_,
-            moment_address=moment or next(moments, 0),
+            moment_address=moment or moments[i],
             row_size=math.prod(part.shape[1:]),
             half_address=begin.halves_of(i) if part.kernel_factors else 0,
             columns=columns,

@@ -84,7 +84,7 @@ class Adafactor(Stateless):
         if method and not method.squares:
             raise ValueError(
                 f"graft='adafactor' does not go with preconditioner={method.name!r}, because it reads second moments off Shampoo's "
-                "factors; build the optimizer with graft='adam'"
+                "factors; build the optimizer with graft='adam' for these parameters"
             )
 
     def correction(self, ctx: Context) -> float | Tensor:

@@ -208,7 +208,7 @@ def on_paper(
                 layouts[p.dim()] = team_of(range(ranks), layout_named(shard, ranks, p.dim()), trainers, 0, name)[1]
             kinds = dtype or dtype_text(p.dtype), 0, layouts[p.dim()], dtype or grad_dtype(p)
             specs.append(Spec(name, tuple(p.shape), g, device or own, *kinds))
-    rules = opt._rules if isinstance(model, nn.Module) else ()
+    rules = opt._made() if isinstance(model, nn.Module) else ()
     return make_plan(specs, [resolve(group) for group in opt.param_groups], [range(trainers)], stages), rules
 
 

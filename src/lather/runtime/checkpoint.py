@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..compute.bank import Bank, block_state
-from ..linalg import pack, unpack
+from ..linalg import is_complete, pack, unpack
 from ..options import AUTO, OPTIONS, REQUIRED, STRUCTURAL, is_readable
 from ..planning.blocks import Region, Shape
 from ..planning.plan import BankKey, Plan
@@ -311,6 +311,8 @@ def _alone(view: Tensor) -> Tensor:
     memory, start = view.untyped_storage(), view.storage_offset() * view.itemsize
     if memory.nbytes() == view.nbytes:
         return view
+    if not is_complete(view.device):  # a Mac's GPU has no storage that begins within another
+        return view.clone()
     return view.new_empty(0).set_(memory[start : start + view.nbytes], 0, view.shape, view.stride())
 
 

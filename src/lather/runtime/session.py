@@ -2,11 +2,11 @@
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -32,14 +32,20 @@ Groups = list[dict[str, Any]]
 State = dict[Tensor, dict[str, Any]]
 
 
+class Settled(NamedTuple):
+    """What may not change any more, once a parameter has state."""
+
+    structure: tuple[Any, ...]  # options
+    owners: dict[int, int]  # places by block
+
+
 @final
 class Session:
     """What an optimizer runs on: its plan, state and ranks. Methods take its current param groups and state."""
 
     def __init__(self, process_group: Any, trainers: int | None, stages: int | None, check_ranks: int) -> None:
         self.process_group, self.trainers, self._stages, self._check_ranks = process_group, trainers, stages, check_ranks
-        self._structure: dict[Tensor, tuple[Any, ...]] = {}  # options that may not change any more, by parameter
-        self._owners: dict[Tensor, dict[int, int]] = {}  # places by block, by parameter
+        self._settled: dict[Tensor | tuple[int, int], Settled] = {}  # by parameter, and by its param group and place there
         self._began: Ranks = ()  # the world in which owners were chosen
         self._meet()
         self.reset()
@@ -53,7 +59,9 @@ class Session:
         self.run = Run()
         self.settings: list[Settings] = []
         self.consolidated: State | None = None  # the whole state, from consolidate() to the next step
-        self.armed: Sequence[str] | None = None  # what made each param group, if the next step is to be recorded
+        self.armed: Callable[[], Sequence[str]] | None = (
+            None  # tells what made each param group, if the next step is to be recorded
+        )
         self.record: Record | None = None  # of the last step that was
         self._health = Health()
         self._signature: Any = None  # what the run was built for
@@ -81,7 +89,7 @@ class Session:
         step = run.begin(grads, self.settings, rates, groups)
         if self.armed is None:
             return step
-        self.record, self.armed = Record(step.stored.params, run.plan.specs, self.armed), None
+        self.record, self.armed = Record(step.stored.params, run.plan.specs, self.armed()), None
         return replace(step, record=self.record)
 
     @property
@@ -182,7 +190,6 @@ class Session:
 
     def _rebuild(self, groups: Groups, state: State, trainable: Sequence[Item], world: Ranks) -> None:
         started, before = self.started(state), self.run
-        structure = {p: self.settings[g].structure for g, _, p in trainable}
         training = all(averaging.is_training(group) for group in groups if group["averaging"] is not None)
         if started and self._began != world:
             raise RuntimeError(
@@ -191,7 +198,7 @@ class Session:
             )
         self._agreed = False
         if started:
-            _refuse_changes(self._structure, structure, before, trainable)
+            _refuse_changes(self._kept(state, trainable), self.settings, before, trainable)
             settle_grafts(groups, self.settings)  # of param groups that were added since
         before.finish()
         for group in groups:
@@ -206,10 +213,12 @@ class Session:
         state.update({p: dict(views) for p, views in zip(params, self.run.views, strict=True)})
         self.run.averages.publish(state)
         self._health.keep(self.run.banks)
-        self._owners = {p: {} for p in params}
+        self._settled = {}
+        for g, i, p in trainable:
+            self._settled[p] = self._settled[g, i] = Settled(self.settings[g].structure, {})
         for block, place in zip(plan.blocks, plan.owners, strict=True):
-            self._owners[params[block.param]][block.index] = place
-        self._began, self._structure = world, structure
+            self._settled[params[block.param]].owners[block.index] = place
+        self._began = world
         self._signature = self._sign(trainable, world)
 
     def plan(self, groups: Groups, state: State) -> tuple[Plan, list[int]]:
@@ -223,9 +232,14 @@ class Session:
         specs, teams = describe(trainable, groups, self.world(), my_rank(), self.trainers)
         settled: dict[tuple[int, int], int] = {}
         if self.started(state):  # existing state stays where it is
-            owners = [self._owners.get(p, {}) for *_, p in trainable]
-            settled = {(n, b): place for n, places in enumerate(owners) for b, place in places.items()}
+            kept = enumerate(self._kept(state, trainable))
+            settled = {(n, b): place for n, found in kept if found for b, place in found.owners.items()}
         return make_plan(specs, settings, teams, self._stages, settled), [team.index(my_rank()) for team in teams]
+
+    def _kept(self, state: State, items: Sequence[Item]) -> list[Settled | None]:
+        """What was settled for parameters that have state: for each by itself or, if the user has put it in another one's place and
+        moved the state, by that."""
+        return [self._settled.get(p, self._settled.get((g, i)) if p in state else None) for g, i, p in items]
 
     def _trainable(self, groups: Groups, state: State, keep: Collection[Tensor] = ()) -> list[Item]:
         """Parameters that may get a gradient, or have taken a step: their state is kept when they are frozen.
@@ -326,7 +340,7 @@ class Session:
     def __getstate__(self) -> dict[str, Any]:
         """What a copy needs. The state itself belongs to the optimizer, and is copied into new banks."""
         self.run.finish()
-        kept = ("trainers", "_stages", "_check_ranks", "_structure", "_owners", "_began")
+        kept = ("trainers", "_stages", "_check_ranks", "_settled", "_began")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -363,12 +377,11 @@ def refuse_averages(groups: Groups) -> None:
             )
 
 
-def _refuse_changes(
-    before: Mapping[Tensor, tuple[Any, ...]], now: Mapping[Tensor, tuple[Any, ...]], run: Run, trainable: Iterable[Item]
-) -> None:
+def _refuse_changes(kept: Iterable[Settled | None], settings: Sequence[Settings], run: Run, trainable: Sequence[Item]) -> None:
     """Refuse changes that the state does not survive, of options that decide about it and of shapes."""
-    for g, _, p in trainable:
-        for name, was, is_now in zip(STRUCTURAL, before.get(p, now[p]), now[p], strict=True):
+    for (g, *_), found in zip(trainable, kept, strict=True):
+        now = settings[g].structure
+        for name, was, is_now in zip(STRUCTURAL, found.structure if found else now, now, strict=True):
             if was != is_now:
                 raise ValueError(
                     f"{name} of param group {g} was changed from {was!r} to {is_now!r} after the first step; the state depends on "
