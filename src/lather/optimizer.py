@@ -233,7 +233,7 @@ class Shampoo(torch.optim.Optimizer):
 
         A rank knows of the blocks that it owns.
         """
-        return tally(self._session.run.banks, self._session.run.name_of)
+        return tally(self._session.run)
 
     def arm(self) -> None:
         """Record the next step for :meth:`metrics`. That step takes longer, and computes the same. All ranks must call this."""

@@ -103,14 +103,14 @@ class Agreement:
         if answer is not None:  # to the vote before the last step
             self._hear(_arrived(answer), intent)
         period = int(self._given["check_ranks"])
-        self._due = due = not self._compared or (period > 0 and calls % period == 0)
-        if not self._vote(intent, due, together=due or self.strict):
+        self._due = not self._compared or (period > 0 and calls % period == 0)
+        if not self._vote(intent, together=self._due or self.strict):
             return False
         if error is not None or run.plan is not self._plan:
             peers = find_peers(intent.groups, intent.world(), intent.everyone(), intent.process_group)
             if [comm.ranks for comm in peers.comms] != [comm.ranks for comm in self.peers.comms]:
                 self.peers, self._claimed = peers, None
-                self._vote(intent, due, together=True)
+                self._vote(intent, together=True)
                 peers.settle()
             if error is not None:
                 raise error
@@ -120,7 +120,7 @@ class Agreement:
         self._loads = self.loads
         return True
 
-    def _vote(self, intent: Intent, due: bool, *, together: bool) -> bool:
+    def _vote(self, intent: Intent, *, together: bool) -> bool:
         """Tell the others, and hear them. ``together``: all ranks wait for the answer. False if this rank is out of step."""
         strict = any(settings.raise_on_nonfinite for settings in intent.settings)
         if not self.peers.comms:
@@ -128,7 +128,7 @@ class Agreement:
             return True
         for comm in self.peers.comms:
             comm.check_alive()
-        self._claim(intent, due)
+        self._claim(intent)
         alarm = too_many(intent.run.banks, intent.settings) if self._calls % ALARM == 0 else None
         answer = self.peers.vote([claim.digest for claim in self._claims], alarm, strict)
         if together or not _is_late(answer):
@@ -141,8 +141,8 @@ class Agreement:
             phase(None)
         return False
 
-    def _claim(self, intent: Intent, due: bool) -> None:
-        """Make up what to tell in this step."""
+    def _claim(self, intent: Intent) -> None:
+        """Prepare what to tell the others in this step."""
         run, error = intent.run, intent.error
         if error is not None:
             failed = {PLAN: f"{type(error).__name__}: {error}"}
@@ -154,7 +154,7 @@ class Agreement:
         thorough = self._given["check_ranks"] is True
         for claim in self._claims:
             told = {"the number of calls of step()": str(self._calls), "the number of calls of load_state_dict": str(self.loads)}
-            told |= {f"lr of param group {g}": _rate(intent.groups[g]["lr"], due) for g in claim.groups}
+            told |= {f"lr of param group {g}": _rate(intent.groups[g]["lr"], self._due) for g in claim.groups}
             told |= {f"train mode of param group {g}": str(is_training(intent.groups[g])) for g in claim.groups}
             if thorough or self._calls == 1:
                 told["recording this step (lather.Monitor, opt.arm())"] = str(intent.recorded)
@@ -173,7 +173,7 @@ class Agreement:
         for comm, claim in zip(self.peers.comms, self._claims, strict=True):
             problem = difference(comm, {comm.ranks: claim.told()}) or problem
         self._stop(problem, intent.error)
-        failed = self.peers.tell(failures(intent.run.banks, intent.settings, intent.run.name_of))
+        failed = self.peers.tell(failures(intent.run, intent.settings))
         raise RuntimeError(failed or "a root failed to refresh more than max_failed_refreshes times in a row, on some rank")
 
     def _stop(self, problem: str | None, cause: Exception | None = None) -> None:

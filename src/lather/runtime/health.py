@@ -1,7 +1,7 @@
 """Numerical failure is data: banks count it, and the host reads the counts without making the device wait."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -83,7 +83,7 @@ class Health:
                 self._warn(f"a step found {_ANEW.format(name)}")
                 continue
             if alone and failed > settings.max_failed_refreshes:
-                raise RuntimeError(_failure(bank, slot, name, failed, settings, run.banks))
+                raise RuntimeError(_failure(run, bank, slot, failed, settings))
             if failed > (0 if bank.counts.is_cpu else PATIENCE):
                 self._warn(f"the root of block {block.index} of parameter {name} could not be refreshed; its last one is kept")
             if skipped != known[slot]:
@@ -115,12 +115,12 @@ def too_many(banks: Iterable[Bank], settings: Sequence[Settings]) -> Tensor | No
     return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
 
 
-def failures(banks: Sequence[Bank], settings: Sequence[Settings], name_of: Callable[[int], str]) -> str | None:
+def failures(run: Run, settings: Sequence[Settings]) -> str | None:
     """The error message for the first block that failed too often, if there is one."""
-    for bank in banks:
+    for bank in run.banks:
         mine = settings[bank.key.group]
         for slot in (bank.failed > mine.max_failed_refreshes).nonzero().flatten().tolist()[:1]:
-            return _failure(bank, slot, name_of(bank.blocks[slot].param), int(bank.failed[slot]), mine, banks)
+            return _failure(run, bank, slot, int(bank.failed[slot]), mine)
     return None
 
 
@@ -146,15 +146,16 @@ def refuse_nonfinite(grads: Mapping[int, Tensor], run: Run, settings: Sequence[S
         raise FloatingPointError(message)
 
 
-def tally(banks: Iterable[Bank], name_of: Callable[[int], str]) -> dict[str, dict[str, int]]:
+def tally(run: Run) -> dict[str, dict[str, int]]:
     """By parameter with failures: the most gradients skipped, refreshes failed in a row, and restarts, of any of its blocks."""
     found: dict[str, dict[str, int]] = {}
-    for bank in banks:
+    for bank in run.banks:
         for block, restarts, skipped, failed, broken in zip(bank.blocks, bank.restarts, *bank.counts.tolist(), strict=True):
             mine = {"skipped": skipped, "failed": failed, "restarted": restarts + broken}
             if any(mine.values()):
-                seen = found.get(name_of(block.param), mine)
-                found[name_of(block.param)] = {key: max(count, seen[key]) for key, count in mine.items()}
+                name = run.name_of(block.param)
+                seen = found.get(name, mine)
+                found[name] = {key: max(count, seen[key]) for key, count in mine.items()}
     return found
 
 
@@ -167,17 +168,17 @@ def _to_restart(bank: Bank, counts: Counts) -> set[int]:
     return slots | {*bank.not_finite(doubtful)} if doubtful else slots
 
 
-def _failure(bank: Bank, slot: int, name: str, failed: int, settings: Settings, banks: Iterable[Bank]) -> str:
-    eps, one, state = settings.hyper.eps, slice(slot, slot + 1), bank.state
+def _failure(run: Run, bank: Bank, slot: int, failed: int, settings: Settings) -> str:
+    block, eps, one, state = bank.blocks[slot], settings.hyper.eps, slice(slot, slot + 1), bank.state
     factors = [factors_of(state, i, one)[0] for i in modes_of(state)]
     conditions = ", ".join(_condition(factor, eps) for factor in factors)
-    errors = [other.background.error for other in banks if other.background.error]
+    errors = [other.background.error for other in run.banks if other.background.error]
     cause = f". The last error was {errors[0]}" if errors else ""
     remedy = f"Raise eps (now {eps:g}; factor_eps in from_adam and from_adamw), lower the learning rate, or take another solver"
     if settings.hyper.root_dtype == torch.float16:
         remedy = "float16 is too short for large roots: use root_dtype='bfloat16'"
     return (
-        f"the root of block {bank.blocks[slot].index} of parameter {name} (shape {bank.key.shape}) failed to refresh "
+        f"the root of block {block.index} of parameter {run.name_of(block.param)} (shape {bank.key.shape}) failed to refresh "
         f"{failed} times in a row, more than max_failed_refreshes={settings.max_failed_refreshes}; condition numbers of "
         f"its factors: {conditions}{cause}. {remedy}"
     )
