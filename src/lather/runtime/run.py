@@ -89,7 +89,7 @@ class Run:
             averaging.unrounded_(master, local(self.params[i]), self.params[i].dtype)
         shares = self.averages.shares(counts, grads, settings, groups) if self.averages.members else {}
         for i in shares:
-            if counts[i] <= (i in grads):  # averages begin at the parameter's first step
+            if self.steps[i] == 0:  # averages begin at the parameter's first step
                 self._stored.kept[i].copy_(self._stored.params[i])
         first = counts[0] if counts else 0
         even = first if len(grads) == len(counts) == counts.count(first) else None

@@ -59,9 +59,8 @@ class Session:
         self.run = Run()
         self.settings: list[Settings] = []
         self.consolidated: State | None = None  # the whole state, from consolidate() to the next step
-        self.armed: Callable[[], Sequence[str]] | None = (
-            None  # tells what made each param group, if the next step is to be recorded
-        )
+        # If the next step is to be recorded: a function that tells what made each param group.
+        self.armed: Callable[[], Sequence[str]] | None = None
         self.record: Record | None = None  # of the last step that was
         self._health = Health()
         self._signature: Any = None  # what the run was built for
