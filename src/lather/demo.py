@@ -102,7 +102,7 @@ def demo(seed: int, epochs: int, repeats: int, out: Path, monitor: bool = False)
     for name, lr in LEARNING_RATES.items():
         logs = [out / "run.jsonl" if monitor and name == "lather" and i == 0 else None for i in range(repeats)]
         jobs = [Job(name, lr, seed + i, epochs, log) for i, log in enumerate(logs)]
-        runs[name] = train_all(jobs, training, test, LOOK_EVERY)
+        runs[name] = train_all(jobs, training, test)
         rows.append([name, f"{lr:g}", *(spread(map(column.value, runs[name]), column.decimals) for column in COLUMNS)])
     plot(runs, out / "demo.png")
     size = f"{NUM_TRAIN} training and {len(test.labels)} test images, {epochs} epochs, looked at every {LOOK_EVERY} steps"
@@ -118,7 +118,7 @@ def sweep(seed: int, epochs: int, repeats: int) -> str:
     columns = [["lr", *(f"{lr:g}" for lr in GRID)]]
     for name in OPTIMIZERS:
         jobs = [Job(name, lr, seed + SWEEP_SEED + i, epochs) for lr in GRID for i in range(repeats)]
-        steps = [TO_ACCURACY.value(run) or math.inf for run in train_all(jobs, training, validation, LOOK_EVERY)]
+        steps = [TO_ACCURACY.value(run) or math.inf for run in train_all(jobs, training, validation)]
         means = [statistics.fmean(steps[i : i + repeats]) for i in range(0, len(steps), repeats)]
         columns.append([f"{name}  ", *(f"{x:.1f} " + " *"[x == min(means) < math.inf] for x in means)])
     title = f"{TO_ACCURACY.title} of validation images within {epochs} epochs, mean over {repeats} seeds (* fewest)"
@@ -159,22 +159,22 @@ def make_model(seed: int) -> nn.Module:
         return nn.Sequential(*convs, nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def train_all(jobs: Sequence[Job], training: Split, held_out: Split, look_every: int) -> list[Run]:
+def train_all(jobs: Sequence[Job], training: Split, held_out: Split) -> list[Run]:
     """On one thread, because the order of a sum, and with it the result, depends on the number of threads."""
     tick = progress(jobs[0].optimizer, sum(num_steps(job, training) for job in jobs))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return [train(job, training, held_out, look_every, tick) for job in jobs]
+        return [train(job, training, held_out, tick) for job in jobs]
     finally:
         torch.set_num_threads(threads)
 
 
-def train(job: Job, training: Split, held_out: Split, look_every: int, tick: Callable[[], None]) -> Run:
+def train(job: Job, training: Split, held_out: Split, tick: Callable[[], None]) -> Run:
     model, total = make_model(job.seed), num_steps(job, training)
     optimizer = OPTIMIZERS[job.optimizer](model, job.lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, total))
-    monitor = Monitor(optimizer, look_every, to=job.log, by="parameter") if job.log else None
+    monitor = Monitor(optimizer, LOOK_EVERY, to=job.log, by="parameter") if job.log else None
     looks, seconds = [], 0.0
     for step, batch in enumerate(batches(job, len(training.labels)), start=1):
         begin = time.perf_counter()
@@ -186,7 +186,7 @@ def train(job: Job, training: Split, held_out: Split, look_every: int, tick: Cal
         optimizer.step()
         seconds += time.perf_counter() - begin
         schedule.step()
-        if step % look_every == 0 or step == total:
+        if step % LOOK_EVERY == 0 or step == total:
             looks.append(Look(step, evaluate(model, training)[0], evaluate(model, held_out)[1]))
         tick()
     state = [x for entry in optimizer.state.values() for x in entry.values() if isinstance(x, Tensor)]

@@ -53,11 +53,11 @@ class Monitor:
         self._opt, self._every, self._by = opt, whole("every", every), by
         self._noted: dict[str, Any] = {}
         self._began = time.monotonic()
-        targets = list(to) if isinstance(to, (list, tuple)) else [to]
         self._due = False  # whether this step is written
         self._seen: Any = None  # the session's record before this step
-        self._writes = my_rank() == opt._session.world()[0]
-        self._writers = [writer_to(target) for target in targets] if self._writes else []
+        targets = list(to) if isinstance(to, (list, tuple)) else [to]
+        is_first = my_rank() == opt._session.world()[0]
+        self._writers = [writer_to(target) for target in targets] if is_first else []
         self._hooks = [opt.register_step_pre_hook(self._before), opt.register_step_post_hook(self._after)]
 
     def note(self, **numbers: Any) -> None:

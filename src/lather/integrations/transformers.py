@@ -63,8 +63,7 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._before_saving(args, control.should_save or (decides(args) and control.should_evaluate), kwargs)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._before_saving(args, control.should_save or (decides(args) and control.should_evaluate), kwargs)
+    on_epoch_end = on_step_end
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._before_saving(args, control.should_save or decides(args), kwargs)

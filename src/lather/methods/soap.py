@@ -68,7 +68,7 @@ class Soap(Kronecker):
     def products(self, modes: Sequence[str]) -> int:
         return 3  # rotates the gradient, and what is applied there and back
 
-    def solver(self, hyper: Hyper, device: torch.device | str, order: int) -> roots.RootSolver:
+    def solver(self, hyper: Hyper, device: torch.device | str, order: int) -> roots.EigenSolver:
         return roots.resolve_basis(hyper.root, place_of_roots(device, hyper.root_device))
 
     def solvers(self, shape: Sequence[int], modes: Sequence[str], hyper: Hyper, device: str) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ class Soap(Kronecker):
         # Not at the very first gradient: in bases of one gradient that gradient is diagonal, and the rest of w would be zero.
         ok = ok & w.flatten(1).any(1)
         old = {i: state[f"Q{i}"][index] for i in new}
-        keeps = roots.resolve_basis(hyper.root, place_of_roots(w.device, hyper.root_device)).keeps_columns
+        keeps = self.solver(hyper, w.device, w.dim() - 1).keeps_columns
         if keeps and isinstance(index, slice) and len(new) == w.dim() - 1 > 1 and _by_kernels(w, new[0]):
             turn_(w, new, ok & _begin_at_axes(w, old))
         else:

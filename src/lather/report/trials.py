@@ -74,7 +74,8 @@ class Trials:
     def search(self, seconds: float, show: Callable[[int, int, str], None]) -> None:
         """First sizes of blocks, then solvers, each with all else as usual; then both with what saves memory."""
         end = time.monotonic() + seconds
-        solvers = [{"root": name} for name in self._others("root", SOLVERS.get(self._device.type, ())) if name not in self._auto()]
+        auto = {solver for bank in self.base.banks for solver in bank.solvers}
+        solvers = [{"root": name} for name in self._others("root", SOLVERS.get(self._device.type, ())) if name not in auto]
         blocks, less = list(self._blocks()), list(self._savings())
         total = len(solvers) + len(blocks) * len(less)
         for changes in self._in_order(solvers, blocks, less):
@@ -94,9 +95,6 @@ class Trials:
     def _others(self, name: str, values: Sequence[Any]) -> list[Any]:
         """Values of an option to try besides the usual one; none if the user has set it."""
         return [value for value in values if value != self.usual[name]] if name not in self._given else []
-
-    def _auto(self) -> set[str]:
-        return {solver for bank in self.base.banks for solver in bank.solvers}
 
     def _blocks(self) -> Iterator[Changes]:
         """Sizes that cut the parameters in different ways, the usual one first."""

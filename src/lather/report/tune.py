@@ -81,11 +81,9 @@ class TuneReport:
             return "not known"
         if name == "memory":
             return bytes_text(used * (self.budgets.memory or 0))
-        return (
-            f"{_short(used * (self.budgets.step_ms or 0))} ms"
-            if name == "step_ms"
-            else f"{used * (self.budgets.overhead or 0):.1%}"
-        )
+        if name == "step_ms":
+            return f"{_short(used * (self.budgets.step_ms or 0))} ms"
+        return f"{used * (self.budgets.overhead or 0):.1%}"
 
 
 def tune(

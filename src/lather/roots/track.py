@@ -60,7 +60,7 @@ class Track(EigenSolver):
     def flops(self, d: int) -> float:
         return d**3 * (44 / 3 * self.iterations + 10)  # a product 2, a Cholesky by halves 4/3
 
-    def sees_what_is_not_finite(self, a: Tensor, e: float = 0.0) -> bool:
+    def sees_what_is_not_finite(self, a: Tensor, e: float) -> bool:
         return True  # it spreads to the whole basis, and shows in the loss of orthogonality
 
     def _root(self, a: Tensor, e: float, eps: Ridge, state: dict[str, Tensor]) -> Root:

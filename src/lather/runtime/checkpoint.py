@@ -399,6 +399,7 @@ def warn_of_blanks(banks: Iterable[Bank], steps: Sequence[int], name_of: Callabl
         )
 
 
-def _few(keys: Sequence[str], limit: int = 4) -> str:
-    more = f" and {len(keys) - limit} more" if len(keys) > limit else ""
-    return ", ".join(map(repr, keys[:limit])) + more
+def _few(keys: Sequence[str]) -> str:
+    """The first four in words, and how many more there are."""
+    more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
+    return ", ".join(map(repr, keys[:4])) + more
