@@ -5,7 +5,6 @@ architectures. A kind is found for one place of a parameter: a module and a name
 the kinds of all of them.
 """
 
-import math
 import re
 import sys
 import warnings
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from .runtime.parameters import WRAPPERS
+from .settings import is_preconditioned
 
 Options = Mapping[str, Any]
 
@@ -294,7 +294,7 @@ def warn_of_tables(groups: Iterable[Mapping[str, Any]]) -> None:
     treated: set[int] = set()
     for group in groups:
         named += zip(group.get("param_names") or [""] * len(group["params"]), group["params"], strict=True)
-        if group["preconditioner"] is not None and group["start_preconditioning_step"] != math.inf:
+        if is_preconditioned(group):
             treated |= {id(p) for p in group["params"] if p.requires_grad}
     if found := next(((name, p) for name, p in _tables(named) if id(p) in treated), None):
         name, p = found

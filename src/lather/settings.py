@@ -192,6 +192,11 @@ def _never(group: Group) -> bool:
     return bool(group["start_preconditioning_step"] == math.inf)
 
 
+def is_preconditioned(group: Group) -> bool:
+    """Whether a method is applied to the parameters of a group, sooner or later."""
+    return group["preconditioner"] is not None and not _never(group)
+
+
 def _warmup(group: Group) -> float:
     yields = group["refresh_delay"] or _never(group)
     return 0.0 if yields and _is_default(group, "refresh_warmup") else group["refresh_warmup"]
@@ -248,7 +253,8 @@ def _hyper(group: Group) -> Hyper:
     if beta3 == NESTEROV:
         beta3 = None if _never(group) else beta1**2
     state_dtype: torch.dtype = getattr(torch, group["state_dtype"])
-    same = ("bias_correction", "eps", "exponent", "exponent_multiplier", "root", "root_device", "refresh_delay")
+    same = ["bias_correction", "eps", "exponent", "exponent_multiplier", "root", "root_device", "refresh_delay"]
+    same += ["polar", "polar_scale", "graft_eps"]
     return Hyper(
         beta1=beta1,
         beta2=beta2,
@@ -260,7 +266,7 @@ def _hyper(group: Group) -> Hyper:
         filter_dtype=getattr(torch, group["filter_dtype"] or group["state_dtype"]),
         compute_dtype=torch.promote_types(state_dtype, torch.float32),
         graft_beta2=float(graft_beta2 if graft_beta2 is not None else 0.999 if beta2 == 1 else beta2),
-        **{name: group[name] for name in (*same, "polar", "polar_scale", "graft_eps")},
+        **{name: group[name] for name in same},
     )
 
 

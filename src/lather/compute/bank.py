@@ -80,7 +80,7 @@ class Bank:
     def restart(self, slots: Sequence[int], settings: Settings) -> None:
         """Give slots the state of new ones, and forget their failures. Nothing may be under way in the background."""
         device = self.stack.device
-        fresh = initial_state(self.key, make_stack(self.key, len(slots), settings, device), settings)
+        fresh = initial_state(self.key, len(slots), settings, device)
         index = positions(tuple(slots), device)
         for role, tensor in self.state.items():
             tensor[index] = fresh[role]
@@ -95,8 +95,9 @@ def make_stack(key: BankKey, n: int, settings: Settings, device: torch.device) -
     return Stack(n, key.shape, key.modes, settings.hyper.state_dtype, settings.hyper.compute_dtype, device)
 
 
-def initial_state(key: BankKey, stack: Stack, settings: Settings) -> State:
-    """Fresh state for the options as they are now. A stack on the meta device gives the shapes alone."""
+def initial_state(key: BankKey, n: int, settings: Settings, device: torch.device) -> State:
+    """Fresh state of ``n`` blocks for the options as they are now. On the meta device it has shapes and dtypes alone."""
+    stack = make_stack(key, n, settings, device)
     state: State = {}
     if method := settings.method_of(key.kind):
         state |= method.init(stack, replace(settings.hyper, packed=settings.packs(key.device)))
@@ -108,5 +109,5 @@ def initial_state(key: BankKey, stack: Stack, settings: Settings) -> State:
 def block_state(plan: Plan, key: BankKey) -> State:
     """The state of one block of a bank, on the meta device: role -> shape and dtype."""
     settings = plan.settings[key.group]
-    state = initial_state(key, make_stack(key, 1, settings, torch.device("meta")), settings)
+    state = initial_state(key, 1, settings, torch.device("meta"))
     return {role: tensor[0] for role, tensor in state.items()}

@@ -3,7 +3,6 @@
 ``params`` may be a model, or parameters or param groups as torch's optimizers take them.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from ..optimizer import Shampoo
 from ..options import ARGUMENTS, AUTO, FLAGS, OPTIONS, readers, refuse_unknown
 from ..routing import route
-from ..settings import graft_name
+from ..settings import graft_name, is_preconditioned
 
 Translate = Callable[[Mapping[str, Any]], dict[str, Any]]  # another optimizer's arguments -> options of Shampoo
 OF_PAPER = {"exponent": None, "damping": "absolute", "refresh_warmup": 0.0}  # arXiv 2309.06497
@@ -169,8 +168,7 @@ def low_memory(params: Any, *arguments: Any, **options: Any) -> Shampoo:
     small = {name: value for name, value in chosen(SMALL, options).items() if not (unfiltered and name == "filter_dtype")}
     opt = from_adamw(params, *arguments, **small | options)
     for group in (*opt.param_groups, opt.defaults):
-        preconditioned = group["preconditioner"] is not None and group["start_preconditioning_step"] != math.inf
-        if preconditioned and group["graft"] == AUTO and graft_name(group) == "adam":
+        if is_preconditioned(group) and group["graft"] == AUTO and graft_name(group) == "adam":
             group["graft"] = "constant"  # keeps no second moment either
     return opt
 

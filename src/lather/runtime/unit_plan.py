@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, final
@@ -41,11 +40,11 @@ def make_banks(plan: Plan, places: Sequence[int], params: Sequence[Tensor], old:
         bank = Bank(key, numbers, blocks, settings, params[blocks[0].param].device)
         if same := old.get(identity(bank, params)):
             bank = same.moved_to(bank)
-        needed = initial_state(key, replace(bank.stack, device=torch.device("meta")), settings)
+        needed = initial_state(key, len(blocks), settings, torch.device("meta"))
         fits = {role: (like.shape, like.dtype) for role, like in needed.items()}
         kept = {role: x for role, x in bank.state.items() if fits.get(role) == (x.shape, x.dtype)}
         if not needed.keys() == kept.keys() == bank.state.keys():
-            bank.state = initial_state(key, bank.stack, settings) | kept
+            bank.state = initial_state(key, len(blocks), settings, bank.stack.device) | kept
         banks.append(bank)
     return banks
 
