@@ -309,7 +309,8 @@ def warn_of_tables(groups: Iterable[Mapping[str, Any]]) -> None:
 def _tables(named: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Matrices with the name of a table or a head, or with the shape of one.
 
-    A linear layer that is called an embedding has a bias. Wide layers have the shape of tables, but there are many of one shape.
+    A matrix that is called an embedding is a linear layer if it has a bias. Wide layers have the shape of tables too, but there
+    are many of them with the same shape.
     """
     names, shapes = {name for name, _ in named}, Counter(p.shape for _, p in named)
     for name, p in named:
@@ -325,7 +326,7 @@ def _tables(named: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _levels() -> int:
-    """How far above our caller the line is that called lather: the ``stacklevel`` of a warning."""
+    """The ``stacklevel`` with which a warning of our caller points to the line that called lather."""
     package, frame, levels = __name__.partition(".")[0], sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
         frame, levels = frame.f_back, levels + 1

@@ -138,11 +138,11 @@ def _exponent(name: str, value: Any) -> Any:
 
 
 def _exponent_or_word(name: str, value: Any) -> Any:
-    if isinstance(value, str) and value not in (AUTO, "paper"):
-        raise _fail(name, value, "a number of at least 0, 'auto', 'paper' or a mapping from orders to numbers")
     if isinstance(value, str):
+        if value not in (AUTO, "paper"):
+            raise _fail(name, value, "a number of at least 0, 'auto', 'paper' or a mapping from orders to numbers")
         return AUTO if value == AUTO else None
-    return _optional(_exponent)(name, value)
+    return None if value is None else _exponent(name, value)
 
 
 def _beta3(name: str, value: Any) -> Any:
@@ -379,9 +379,9 @@ def whole(name: str, value: Any) -> int:
 
 
 def hint(name: str, also: Iterable[str] = (), *, sure: bool = False) -> str:
-    """The end of a message about an unknown option: what was probably meant. Names that are ``also`` known may be meant too.
+    """The end of a message about an unknown option: which known one was probably meant. Names in ``also`` are known too.
 
-    ``sure``: empty unless that is clear, for places where users may have names of their own.
+    ``sure``: empty unless the meaning is clear, for places where users may have names of their own.
     """
     if name in ARGUMENTS:
         return "; it is an argument of the constructor, the same for all parameters"

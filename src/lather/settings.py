@@ -73,7 +73,7 @@ class Settings:
 
     @cached_property
     def graft(self) -> Graft:
-        """The elementwise method beside preconditioned blocks, and before these start."""
+        """The elementwise method of preconditioned blocks, which they follow until they start."""
         return GRAFTS[self.graft_name]
 
     @cached_property
@@ -203,8 +203,8 @@ def _warmup(group: Group) -> float:
 
 
 def graft_name(group: Group) -> str | None:
-    """The graft of a param group. ``"auto"``, which is settled when training begins, is Adam. It has no second moment of its own
-    if there are factors that give one."""
+    """The graft of a param group. ``"auto"`` is settled when training begins. It is Adam, with a second moment that is read off the
+    factors if they can give one."""
     if group["graft"] != AUTO:
         return cast("str | None", group["graft"])
     method = METHODS.get(group["preconditioner"])

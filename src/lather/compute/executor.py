@@ -76,10 +76,11 @@ class Executor(ABC, Generic[Seen]):
     def update(self, job: Job, stacks: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """The directions ``[n, ...]`` of every slice; none if the parameters have been moved already.
 
-        ``stacks`` are the gradients ``[n, ...]`` of every slice, or None where the executor reads them from the step. NaN marks
-        the direction of a slot that skips the step: one whose parameter has no gradient, or whose gradient, its square, or what
-        factors would take in of it, is not finite. It keeps its state bit for bit. All slots skip a step with a learning rate on
-        the device that is not valid.
+        ``stacks`` are the gradients ``[n, ...]`` of every slice, or None where the executor reads them from the step.
+
+        A slot skips the step if its parameter has no gradient, or if the gradient, its square, or what factors would take in of it
+        is not finite. Its direction is NaN, and its state keeps its bits. All slots skip a step whose learning rate, in a tensor on
+        the device, is not valid.
         """
         if job.to_publish:
             self.publish(job)

@@ -37,9 +37,9 @@ class Due:
 
 
 def refresh(method: Kronecker, due: Sequence[Due], background: Background | None = None) -> None:
-    """Refresh everything that is due, and count failures in a row. With a ``background``, there.
+    """Refresh everything that is due, in the ``background`` if there is one, and count failures in a row.
 
-    A few of the slots that failed the last time are done by eigh. What is lost in the background has failed too.
+    A few of the slots whose last refresh failed are done by eigh. Work that is lost in the background counts as failed.
     """
     hard = [[slot for slot in job.slots if slot in job.failing][:RESCUES] for job in due]
     easy = [[slot for slot in job.slots if slot not in some] for job, some in zip(due, hard, strict=True)]
@@ -204,8 +204,8 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _put(method: Kronecker, job: Due, index: slice | Tensor, alive: Tensor, sides: Sequence[_Side]) -> Tensor:
-    """Write what is new of the slots that are ok and alive. A block takes all its new roots, or bases, or none of them. Those
-    that are used later wait as ``Y``."""
+    """Write the new roots or bases of the slots that are ok and alive. A block takes all of them or none. Those that are used
+    later are kept as ``Y``. Returns ``[len(slots)]``, False where a slot that is alive is not ok."""
     state, ok = job.state, torch.ones_like(alive)
     for side in sides:
         ok = ok & _survives(side)

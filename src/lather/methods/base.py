@@ -120,7 +120,7 @@ class Method(Transform):
     kernels: ClassVar[str] = "none"  # what kernels do of it: "none"; "graft", all but its mathematics; "factors" too
     linear: ClassVar[bool] = True  # whether a filtered gradient twice as large has a direction twice as large
     squares: ClassVar[bool] = False  # whether the diagonals of its factors are averages of squares of gradients
-    in_parts: ClassVar[bool] = False  # whether its products take so long that parts of a stack had better overlap
+    in_parts: ClassVar[bool] = False  # whether its products take so long that parts of a stack should overlap
 
     @abstractmethod
     def apply(self, state: State, u: Tensor, ctx: Context, out: Tensor | None = None) -> Tensor:

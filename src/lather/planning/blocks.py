@@ -88,9 +88,10 @@ def merge_dims(shape: Sequence[int], limit: float) -> list[list[int]]:
 
 
 def pieces(size: int, limit: float, multiple: int = 1) -> list[tuple[int, int]]:
-    """Cut ``range(size)`` into ``ceil(size / limit)`` intervals that are equal, if the size can be divided so.
+    """Cut ``range(size)`` into ``ceil(size / limit)`` intervals, which are equal if the size can be divided so.
 
-    Otherwise all but the last are a ``multiple``. Where that is longer than the limit they are nearly equal, the longer ones first.
+    Otherwise all but the last have the same size, a multiple of ``multiple``. If that would exceed the limit, or ``multiple`` is 1,
+    they are nearly equal, the longer ones first.
 
     >>> pieces(10, 4), pieces(101, 64, multiple=16)
     ([(0, 4), (4, 7), (7, 10)], [(0, 64), (64, 101)])

@@ -100,11 +100,11 @@ class Layout:
         return tuple(sets[part] for part in parts)
 
     def _part(self, place: int) -> Shape:
-        """Which part of a tensor a place stores. Places that store the same have the same."""
+        """Which part of a tensor a place stores. It is equal for places that store the same."""
         return tuple(i for i, axis in zip(self.coordinates(place), self.axes, strict=True) if axis.dim is not None)
 
     def shares(self, shape: Shape, region: Region) -> Shares:
-        """How many elements of a region places store, of each set of places that store the same. Sets go by their lowest place."""
+        """How many elements of a region each set of places that store the same has. A set goes by its lowest place."""
         if (shape, region) not in self._shares:
             met = [(place, region.meet(self.region(shape, place))) for place in self.holders(shape, region)]
             self._shares[shape, region] = tuple((self.sharers[place][0], piece.numel) for place, piece in met if piece)

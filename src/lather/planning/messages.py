@@ -113,8 +113,8 @@ class Traffic:
     Its first half has what is sent, its second what is received. Directions are put into the first half when gradients have left
     it, and arrive in the second when gradients have been taken from there. Two trips that follow each other do not overlap.
 
-    The first half, for directions: what trips send and keep, one after the other; a room for chunks in order; two for what is
-    passed on. The second: two rooms for what is received. Trips take turns with two rooms.
+    For directions, the first half has what all trips send and keep, one trip after the other; then a room for chunks in order; then
+    two rooms for what is passed on. The second half has two rooms for what is received. Trips take turns with the two rooms.
     """
 
     inbound: Trip | None
@@ -230,7 +230,7 @@ def rounds(plan: Plan, transport: Transport) -> list[list[int]]:
 
 
 def _totals(plan: Plan, numbers: Iterable[int]) -> Counter[int]:
-    """Elements of blocks that places store, of each set of places that store the same."""
+    """Elements of some blocks that each set of places stores. Sets go by their lowest place."""
     totals = Counter[int]()
     for number in numbers:
         for place, numel in _shares(plan, number):

@@ -75,7 +75,8 @@ class _Loads:
         heapq.heappush(self._heap, (self.of[index], index))
 
     def shares(self, cost: float, count: int) -> tuple[list[int], list[int]]:
-        """Where ``count`` items of a cost go: bins that get one each time they are listed, and bins that tie for the rest."""
+        """Where ``count`` items of one cost go. The first list has a bin for each item, except for a rest that is too small for all
+        bins with the least load. The second list has these bins."""
         heap, extra = self._heap, [0.0] * len(self.of)
         listed: list[int] = []
         least = 0.0
@@ -97,8 +98,8 @@ class _Loads:
 
 
 def _match(items: Sequence[int], listed: Sequence[int], tied: Sequence[int], prefer: Preference) -> Iterator[tuple[int, int]]:
-    """Give items to bins, first to those they prefer, then in order. Items that prefer few bins choose first, and take the one with
-    most room, which leaves room for the others."""
+    """Give items to bins. Those that prefer few bins choose first, and take the one with most room, to leave room for others. Items
+    whose preferred bins are full take what is left, in order."""
     places, spare = Counter(listed), dict.fromkeys(tied)
     spares, left = len(items) - len(listed), []
     preferred = {item: list(prefer(item)) for item in items}

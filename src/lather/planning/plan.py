@@ -243,8 +243,8 @@ def _cut(index: int, homes: Homes, settings: Settings) -> Cuts:
 
 
 def _regions(spec: Spec, geometry: Geometry) -> Homes:
-    """What is cut by itself: the parameter or, with ``split``, its parts. With ``blocks="local"`` it is each stored piece of them,
-    and its holders own its blocks."""
+    """What is cut by itself, with the places that may own its blocks. It is the parameter or, with ``split``, each of its parts.
+    With ``blocks="local"`` it is each stored piece of these, which belongs to its holders."""
     if geometry.batch_dims > len(spec.shape):
         raise ValueError(
             f"batch_dims={geometry.batch_dims} but parameter {spec.name} has shape {spec.shape}; give it its own group"

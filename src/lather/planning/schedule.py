@@ -18,8 +18,8 @@ def period(t: int, settings: Settings) -> int:
 def is_due(t: int, settings: Settings, offset: int | None = None) -> bool:
     """Whether a block is refreshed in its step ``t``.
 
-    Without an offset (``refresh="together"``) this is the step of the first refresh, and later every multiple of the period.
-    With one it is every step from the first refresh on that is ``offset`` modulo the period.
+    Without an offset (``refresh="together"``) it is, in the step of the first refresh and later in every multiple of the period.
+    With one it is, from the first refresh on, in every step that is ``offset`` modulo the period.
     """
     every, first = period(t, settings), settings.first_refresh
     if offset is None:
@@ -44,7 +44,7 @@ def due_slots(
 
 
 def started_slots(steps: Sequence[int], settings: Settings) -> list[bool]:
-    """The slots that have reached ``start_preconditioning_step``.
+    """Whether each slot has reached ``start_preconditioning_step``.
 
     By default all have: a slot uses its root as soon as it has one. Before that step blocks follow the graft. Without a graft,
     a method that can do without its first refresh starts at once.

@@ -38,13 +38,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Budgets:
-    """Bytes of the optimizer, milliseconds of the largest training step, and what an optimizer step may add on average, as a
-    fraction of forward and backward, which take ``pass_ms``."""
+    """What the optimizer may take. None is no limit."""
 
-    memory: int | None = None
-    step_ms: float | None = None
-    overhead: float | None = None
-    pass_ms: float = 0.0
+    memory: int | None = None  # bytes of the optimizer
+    step_ms: float | None = None  # of the largest training step: forward, backward and optimizer
+    overhead: float | None = None  # what an optimizer step may add on average, as a fraction of forward and backward
+    pass_ms: float = 0.0  # what forward and backward take
 
     def used(self, row: Row) -> dict[str, float]:
         """How much of each budget a row takes; more than 1 is too much."""

@@ -246,7 +246,7 @@ def _param_rows(plan: Plan, rules: Sequence[str]) -> list[ParamRow]:
 
 
 def _bank_rows(plan: Plan, sizes: Sizes) -> list[BankRow]:
-    """Banks of all ranks and transports that do the same."""
+    """A row for all banks that differ in their ranks and transports only."""
     found: dict[tuple[Any, ...], list[BankKey]] = {}
     for key in plan.keys:
         found.setdefault((key.group, key.device, key.kind, key.shape, key.modes), []).append(key)

@@ -54,7 +54,7 @@ class Times:
     largest_together: float
     staggered: Line
     largest_staggered: Line
-    share: Callable[[int], float]  # of a staggered refresh that falls on one step at most, by the number of steps in a period
+    share: Callable[[int], float]  # of all staggered refreshes that falls on one step at most, by the steps of a period
     peaks: Mapping[str, int] = field(default_factory=dict)  # bytes above parameters and gradients, where the device counts
 
     def mean(self, refresh: str, frequency: int) -> float:

@@ -72,7 +72,8 @@ class Trials:
     # The search.
 
     def search(self, seconds: float, show: Callable[[int, int, str], None]) -> None:
-        """First sizes of blocks, then solvers, each with all else as usual; then both with what saves memory."""
+        """Time sizes of blocks, then solvers, each with all else as usual. Then sizes of blocks with the fastest solver and with
+        what saves memory."""
         end = time.monotonic() + seconds
         auto = {solver for bank in self.base.banks for solver in bank.solvers}
         solvers = [{"root": name} for name in self._others("root", SOLVERS.get(self._device.type, ())) if name not in auto]

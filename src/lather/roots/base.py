@@ -45,7 +45,7 @@ class RootSolver(ABC):
 
     name: ClassVar[str]
     knows_size: ClassVar[bool] = False  # whether `_root` finds the norm that a relative ridge is a part of, and takes such ridges
-    in_parts: ClassVar[bool] = False  # whether it is a chain of small launches, so that parts of a stack had better overlap
+    in_parts: ClassVar[bool] = False  # whether it is a chain of small launches, so parts of a stack should overlap
 
     def init(self, n: int, d: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
         """The first warm start, for `n` slots."""

@@ -79,8 +79,8 @@ class Claim:
 class Agreement:
     """Every step of several ranks begins with it: they compare a hash of what each is about to do, in one small all-reduce.
 
-    An answer on the host is read at once. A plain step does not wait for the device, so an answer there is read before the next
-    step. Only a rank with a new plan waits for it, because its collectives may not match those of the others.
+    An answer on the host is read at once. One on a device is read before the next step, so that a plain step does not wait for it.
+    Only a rank with a new plan waits, because its collectives may not match those of the others.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:

@@ -147,9 +147,9 @@ LATER_KINDS = "position", "router", "depthwise", "fused", "experts"
 def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]], *, started: bool) -> None:
     """Refuse param groups that were not made for this optimizer.
 
-    One that has not ``started`` takes over how dimensions are cut, as checkpoints of version 1 have other blocks, master weights,
-    and a graft instead of ``"auto"``. Where it has master weights, any file will do: parameters stand in for them. Factors
-    and roots may be packed or not.
+    An optimizer that has not ``started`` takes over how dimensions are cut, because checkpoints of version 1 have other blocks, and
+    master weights. It takes over the graft if its own is ``"auto"``. With master weights of its own it also loads a file without
+    them, because parameters stand in for them. Factors and roots may be packed or not.
     """
     sizes, ours = [len(group["params"]) for group in saved], [len(group["params"]) for group in live]
     if sizes != ours:
@@ -176,8 +176,8 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
 def ids_by_name(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]]) -> list[Any]:
     """The saved parameter for every live one: by name within a param group where both have names, else by position.
 
-    ``torch.distributed.checkpoint`` has names for ids, and has put them in the live order. Its ``param_names`` are those of the
-    file, perhaps of a pipeline stage with other parameters, so :func:`upgraded` drops them.
+    ``torch.distributed.checkpoint`` has names for ids, in the live order. Its ``param_names`` are those of the file, which may be
+    of a pipeline stage with other parameters, so :func:`upgraded` drops them.
     """
     found: list[Any] = []
     for number, (theirs, mine) in enumerate(zip(saved, live, strict=True)):
@@ -228,7 +228,7 @@ def _misfit(
 ) -> str | None:
     """What is wrong with the saved state of a parameter, if anything: the first keys, and the likely cause.
 
-    A master comes and goes with the dtype of its parameter, which stands in for it.
+    A master may be missing or left over, because the dtype of its parameter may have changed. The parameter then stands in for it.
     """
     if "master" not in known:
         saved = {k: value for k, value in saved.items() if k != "master"}
@@ -297,9 +297,9 @@ def in_form(matrix: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def apart(state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
-    """The same memory, in tensors that ``torch.save`` writes alone. It writes a view with all of its bank.
+    """The same memory, in tensors with storages of their own. With a view, ``torch.save`` would write all of its bank.
 
-    They are not in ``opt.state`` itself: whatever moves such a tensor to other memory, as ``share_memory_()`` does, parts it from
+    They are not in ``opt.state`` itself: what moves such a tensor to other memory, such as ``share_memory_()``, would part it from
     its bank.
     """
     return {p: {k: _alone(v) if isinstance(v, Tensor) else v for k, v in entry.items()} for p, entry in state.items()}
@@ -348,15 +348,15 @@ def collect(
     return [{k: view for k, view in entry.items() if not is_dtensor(view)} for entry in views]
 
 
-# Who asks for the state of one rank, by module and function: torch, whose checkpoints have that of all, and accelerate, which
-# puts it back at once.
+# Callers that want what this rank has, by module and function: torch, which writes checkpoints of all ranks together, and
+# accelerate, which puts it back at once.
 TAKERS_OF_PARTS = (("torch.distributed.checkpoint", None), ("accelerate.optimizer", "__init__"))
 
 
 def is_for_parts() -> bool:
     """Whether the call comes from one of ``TAKERS_OF_PARTS``, directly or not.
 
-    With ``full_state_dict=True`` torch would save what rank 0 has. So that counts only while torch loads.
+    With ``full_state_dict=True`` torch saves what rank 0 has alone, so that does not count. While torch loads, every call counts.
     """
     frame: FrameType | None = sys._getframe(1)
     found = whole = False

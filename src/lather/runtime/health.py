@@ -15,7 +15,7 @@ from .ranks import Peers
 from .run import Run
 
 _ANEW = "NaN or Inf in the state or the direction of parameter {}; the state of the affected blocks starts anew"
-PATIENCE = 2  # failures in a row that are no news on a device: the next refresh is by eigh, once the host knows
+PATIENCE = 2  # failures in a row before a warning, on a device: once the host knows of them, the next refresh is by eigh
 Counts = Sequence[Sequence[int]]  # gradients skipped, refreshes failed in a row, and whether the direction broke, by slot
 
 

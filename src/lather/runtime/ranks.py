@@ -26,8 +26,8 @@ class Comm:
     def __init__(
         self, ranks: Sequence[int], device: torch.device, known: Sequence[Any] = (), together: Parts | None = None
     ) -> None:
-        """``together``: the first use is a collective of the whole world, in which teams are equal parts of consecutive ranks, and
-        this has the places of all groups that each team makes."""
+        """``together``: all ranks of the world make the group together. Teams are then equal parts of the world, of consecutive
+        ranks, and ``together`` has the groups that each team makes, as places."""
         self.ranks = tuple(ranks)
         self._device, self._known, self._together = device, list(known), together
         self._group: Any = None
@@ -130,10 +130,11 @@ class Peers:
             self._in_one, self._path = True, self.comms
 
     def vote(self, digests: Sequence[int], alarm: Tensor | None, strict: bool) -> Tensor:
-        """An answer ``[4]``, as :func:`is_trouble` reads it, to whether ranks of a mesh gave different digests of it, and to
-        ``alarm``: whether some rank has a reason to stop. The last number says whether a rank is strict.
+        """Whether ranks gave different digests of a mesh, or a rank has an ``alarm``, which is a reason to stop; and whether a rank
+        is strict.
 
-        The same on all ranks. The host does not wait. One mesh takes one copy to the device and one all-reduce.
+        The answer ``[4]`` is the same on all ranks. :func:`is_trouble` reads it, and its last number is about strict ranks. The
+        host does not wait. One mesh takes one copy to the device and one all-reduce.
         """
         path = list(zip(self.comms, digests, strict=True))[::-1]  # the world, if it is a mesh, comes last and hears of all
         path += [] if self._in_one else [(comm, 0) for comm in self._path]
@@ -226,7 +227,7 @@ def is_trouble(answer: Sequence[int]) -> bool:
 def difference(comm: Comm, facts: Mapping[Ranks, Facts]) -> str | None:
     """Compare facts. If they differ, every rank gets the same sentence, which names the first difference.
 
-    ``facts`` are by sets of ranks that must agree. All ranks have the same sets, and count in those that they are in.
+    ``facts`` has what each set of ranks must agree on. All ranks pass the same sets, and count in those that they are in.
     """
     mine = {ranks: digest(told) for ranks, told in facts.items() if comm.me in ranks}
     largest = comm.largest([sign * mine[ranks] if ranks in mine else ABSENT for sign in (1, -1) for ranks in facts])

@@ -229,7 +229,7 @@ def _make_views(plan: Plan, params: Sequence[Tensor], banks: Sequence[Bank], gro
 def make_comms(
     plan: Plan, places: Sequence[int], params: Sequence[Tensor], world: Ranks, everyone: Ranks, process_group: Any
 ) -> tuple[list[Comm], Sharers]:
-    """For each team, and for the places in it that store the same as this one. ``world`` is the process group.
+    """The groups of all teams, and those of the places in a team that store the same as this one. ``world`` is the process group.
 
     If ``everyone`` stores a parameter, all ranks make its groups together.
     """

@@ -64,7 +64,7 @@ class Session:
         self.record: Record | None = None  # of the last step that was
         self._health = Health()
         self._signature: Any = None  # what the run was built for
-        self._glance: Any = None
+        self._glance: Any = None  # what :meth:`_look` saw last
         self._agreed = False  # whether ranks have compared the plan
 
     # A step.
@@ -236,8 +236,8 @@ class Session:
         return make_plan(specs, settings, teams, self._stages, settled), [team.index(my_rank()) for team in teams]
 
     def _kept(self, state: State, items: Sequence[Item]) -> list[Settled | None]:
-        """What was settled for parameters that have state: for each by itself or, if the user has put it in another one's place and
-        moved the state, by that."""
+        """What was settled for each parameter that has state. If the user has put a parameter in the place of another, with the
+        state of that, it is what was settled for the other one."""
         return [self._settled.get(p, self._settled.get((g, i)) if p in state else None) for g, i, p in items]
 
     def _trainable(self, groups: Groups, state: State, keep: Collection[Tensor] = ()) -> list[Item]:

@@ -72,8 +72,8 @@ class Round:
 
 @dataclass(frozen=True)
 class Unit:
-    """Banks that share a transport. A step has three phases. A rank that has to miss the step takes part without one: what the
-    others get from it is NaN in every dtype, so that it moves nothing. What belongs to an executor goes by its first slice."""
+    """Banks that share a transport. A step has three phases. A rank that has to miss the step runs them without one. It then sends
+    bytes that are NaN in every dtype, so they move nothing. What belongs to an executor goes by its first slice."""
 
     team: int
     executors: tuple[Executor[Any], ...]

@@ -66,7 +66,7 @@ def make_units(plan: Plan, places: Sequence[int], banks: Sequence[Bank], comms: 
 
 def plan_units(plan: Plan, places: Sequence[int], stored: Sequence[Tensor] = ()) -> list[UnitPlan]:
     """All units. Those of a team take turns with two buffers of messages, because the directions of one are on the way while the
-    next is computed, or with three, if the gradients of another are too."""
+    next is computed. If gradients travel too, there are three, because those of another unit are on the way."""
     both_ways = {transport.team for transport in plan.transports if transport.inbound}
     turns, units = Counter[int](), []
     for transport in plan.transports:
@@ -197,9 +197,10 @@ class UnitPlan:
                 yield self._stack_key(key), sum(part.flat_numel for part in parts)
 
     def spare(self) -> Iterator[tuple[ScratchKey, int]]:
-        """What it needs if kernels turn out not to cover the parameters, too. It is allocated then."""
-        for span in (span for some in self.receives for span in some):
-            yield from ((key, span.numel) for key in self._sparing(span.key).values())
+        """What it also needs if kernels turn out not to cover the parameters. It is allocated only then."""
+        for some in self.receives:
+            for span in some:
+                yield from ((key, span.numel) for key in self._sparing(span.key).values())
 
     def _sending(self, span: SpanKey) -> dict[str, ScratchKey]:
         """The buffers through which gradients go into messages: none, if they travel as they are."""
@@ -213,14 +214,15 @@ class UnitPlan:
         return {role: (role, span.device, dtype) for role, dtype in roles.items()}
 
     def _receiving(self, span: SpanKey) -> dict[str, ScratchKey]:
-        """The buffers through which directions that arrive go: if kernels move the parameters, only where scales are applied."""
+        """The buffers for directions that arrive. If kernels move the parameters, there is only one, where scales are applied."""
         found = self._writing(span)
         if not moves_in_place(span.device, span.dtype, self.plan.settings[span.group]):
             return found
         return {"directions": found["directions"]} if self.transport.outbound == SCALED else {}
 
     def _sparing(self, span: SpanKey) -> dict[str, ScratchKey]:
-        """The same, and what torch would need in the kernels' place. That has other names, so it takes no memory before."""
+        """The same, and what torch needs where kernels do not cover the parameters. That has other names, so it takes no memory
+        until it is needed."""
         apart = {role: (f"spare {role}", device, dtype) for role, (_, device, dtype) in self._writing(span).items()}
         return apart | self._receiving(span)
 

@@ -88,8 +88,8 @@ def _extend(parts: list[tuple[int, int, int]], here: int, there: int, size: int)
 
 
 def spans(plan: Plan, me: int, items: Iterable[Item], buffers: Callable[[SpanKey], Collection[Any]]) -> list[Span]:
-    """The pieces of a buffer of messages that this place stores, by param group and dtype. ``buffers`` are those that a span
-    needs. If it needs none, it may have any size."""
+    """The pieces of a buffer of messages that this place stores, by param group and dtype. ``buffers`` has those that a span needs.
+    A span that needs some has at most ``LARGEST`` elements, unless one piece has more."""
     done: list[Span] = []
     open_: dict[SpanKey, Span] = {}
     for item in items:
