@@ -252,6 +252,8 @@ def _hyper(group: Group) -> Hyper:
     (beta1, beta2), beta3, graft_beta2 = group["betas"], group["beta3"], group["graft_beta2"]
     if beta3 == NESTEROV:
         beta3 = None if _never(group) else beta1**2
+    if graft_beta2 is None:
+        graft_beta2 = 0.999 if beta2 == 1 else beta2
     state_dtype: torch.dtype = getattr(torch, group["state_dtype"])
     same = ["bias_correction", "eps", "exponent", "exponent_multiplier", "root", "root_device", "refresh_delay"]
     same += ["polar", "polar_scale", "graft_eps"]
@@ -265,7 +267,7 @@ def _hyper(group: Group) -> Hyper:
         root_dtype=getattr(torch, group["root_dtype"] or group["state_dtype"]),
         filter_dtype=getattr(torch, group["filter_dtype"] or group["state_dtype"]),
         compute_dtype=torch.promote_types(state_dtype, torch.float32),
-        graft_beta2=float(graft_beta2 if graft_beta2 is not None else 0.999 if beta2 == 1 else beta2),
+        graft_beta2=float(graft_beta2),
         **{name: group[name] for name in same},
     )
 
@@ -288,16 +290,19 @@ def _averaging(group: Group) -> Averaging | None:
     kind, beta, decay = group["averaging"], group["averaging_beta"], group["averaging_decay"]
     if kind is None:
         return None
-    usual = 0.7 if kind == "gpa" else 0.9
-    return Averaging(
-        kind, float(usual if beta is None else beta), float(0.9967 if decay is None else decay), group["averaging_powers"]
-    )
+    if beta is None:
+        beta = 0.7 if kind == "gpa" else 0.9
+    if decay is None:
+        decay = 0.9967
+    return Averaging(kind, float(beta), float(decay), group["averaging_powers"])
 
 
 def elementwise_graft(group: Group) -> str | None:
     """The graft of parameters that are not preconditioned: the group's, or what it or the method names for them."""
     method, name = METHODS.get(group["preconditioner"]), graft_name(group)
-    return method.elementwise if method and name is None else GRAFTS[name].elementwise or name
+    if method and name is None:
+        return method.elementwise
+    return GRAFTS[name].elementwise or name
 
 
 def dtype_text(dtype: torch.dtype) -> str:

@@ -130,7 +130,9 @@ def _root_override(name: str, value: Any) -> Options:
     if any(not isinstance(root, int) or isinstance(root, bool) or root < 0 for root in roots):
         raise ValueError(f"{name}={value!r} is not valid: it must be a whole number of at least 0, or one for each order")
     exponents = {order: 1 / root for order, root in enumerate(roots, 1) if root}
-    return {"exponent": None if not exponents else exponents if several else exponents[1]}
+    if not exponents:
+        return {"exponent": None}
+    return {"exponent": exponents if several else exponents[1]}
 
 
 def _root_dtype(name: str, value: Any) -> Options:

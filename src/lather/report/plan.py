@@ -260,8 +260,9 @@ def _bank_rows(plan: Plan, sizes: Sizes) -> list[BankRow]:
 
 
 def _method_name(settings: Settings, kind: str) -> str:
-    method = settings.method_of(kind)
-    return method.name if method else "adagrad" if kind == "adagrad" else settings.elementwise
+    if method := settings.method_of(kind):
+        return method.name
+    return "adagrad" if kind == "adagrad" else settings.elementwise
 
 
 def _block_bytes(plan: Plan, key: BankKey) -> Counter[str]:

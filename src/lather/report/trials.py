@@ -50,7 +50,8 @@ class Trials:
     ) -> None:
         """``shared``: the budget of memory is for a rank of several, so more than that may be tried here."""
         self._model, self._preset, self._given, self._device = model, preset, dict(given), device
-        limits = [device_memory(device), None if shared else budgets.memory]
+        memory = device_memory(device)
+        limits = [memory, None if shared else budgets.memory]
         self._limit = min((limit for limit in limits if limit is not None), default=math.inf)
         self._done: list[Trial] = []
         self.budgets, self.rows = budgets, list[Row]()
@@ -61,7 +62,7 @@ class Trials:
         self.usual = {name: group[name] for name in DISTANCE} | {"root_dtype": group["root_dtype"] or group["state_dtype"]}
         self._delay, self._packs = group["refresh_delay"], resolve(group).packs(str(device))
         params = [p for group in opt.param_groups for p in group["params"]]
-        needed, memory = 3 * sum(p.numel() * p.itemsize for p in params), device_memory(device)
+        needed = 3 * sum(p.numel() * p.itemsize for p in params)
         try:
             if memory is not None and needed > memory:
                 raise torch.OutOfMemoryError(f"{bytes_text(needed)} of {bytes_text(memory)}")

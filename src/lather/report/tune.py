@@ -171,8 +171,9 @@ def parse_bytes(size: int | str | None) -> int | None:
     if size is None:
         return None
     found = re.fullmatch(r"(\d+\.?\d*)\s*([kmgt]?)(i?)b?", str(size).strip(), re.IGNORECASE)
-    unit = (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " ") if found else 0
-    count = float(found[1]) * unit if found else 0.0
+    count = 0.0
+    if found:
+        count = float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " ")
     if not 1 <= count < math.inf:
         raise ValueError(f"memory={size!r} is not a size such as '40GB', '40GiB' or '512MB'")
     return int(count)
@@ -242,7 +243,9 @@ def _times(mean: float, largest: float | None) -> str:
 
 
 def _short(ms: float | None) -> str:
-    return "-" if ms is None else f"{ms:.3g}" if ms < 100 else f"{ms:.0f}"
+    if ms is None:
+        return "-"
+    return f"{ms:.3g}" if ms < 100 else f"{ms:.0f}"
 
 
 def _ranks_table(ranks: Sequence[Mapping[str, Any]]) -> list[str]:

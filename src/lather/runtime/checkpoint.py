@@ -162,11 +162,15 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
     for number, (theirs, mine) in enumerate(zip(saved, live, strict=True)):
         _check_kept(theirs, number)
         theirs = {name: OPTIONS[name].check(name, theirs[name]) for name in OPTIONS if name != "lr"}  # a tuple may be a list now
-        free = {"block_multiple", "master_weights"} if not started else {"master_weights"} if mine["master_weights"] else set()
+        free = {"factors"}
+        if not started:
+            free |= {"block_multiple", "master_weights"}
+        elif mine["master_weights"]:
+            free.add("master_weights")
         if mine["graft"] == AUTO or (theirs["graft"] == AUTO and graft_name(theirs) == mine["graft"]):
             free.add("graft")  # one of them was saved, or is, before its first step
-        for name in (name for name in STRUCTURAL if name not in {*free, "factors"}):
-            if theirs[name] != mine[name]:
+        for name in STRUCTURAL:
+            if name not in free and theirs[name] != mine[name]:
                 raise ValueError(
                     f"param group {number} of the checkpoint was saved with {name}={theirs[name]!r} but the optimizer has "
                     f"{name}={mine[name]!r}, which gives other blocks or state; construct it with {name}={theirs[name]!r}"

@@ -188,7 +188,7 @@ class Pieces:
     def read(self, step: Step) -> Tensor:
         """The gradients as the mathematics sees them: flat, in the order of the span."""
         settings, buffers = step.settings[self.group], self._buffers
-        w = buffers["params"].load(step.stored.params) if settings.decay_mode == "l2" and "params" in buffers else None
+        w = buffers["params"].load(step.stored.params) if "params" in buffers else None
         return prepare_gradient(buffers["grads"].load(step.grads), w, settings)
 
     def post(self, step: Step) -> None:
