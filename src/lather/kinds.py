@@ -80,7 +80,7 @@ class _Place:
     @property
     def word(self) -> str:
         """The part of the name that tells most."""
-        return self.words[-2] if self.leaf == "weight" and len(self.words) > 1 else self.leaf
+        return _word_of(self.words)
 
     @property
     def order(self) -> int:
@@ -95,6 +95,10 @@ class _Place:
     def is_table(self) -> bool:
         known = isinstance(self.module, (nn.Embedding, nn.EmbeddingBag))
         return known or (self.leaf == "weight" and self.param.dim() == 2 and type(self.module).__name__.endswith("Embedding"))
+
+
+def _word_of(words: list[str]) -> str:
+    return words[-2] if words[-1] == "weight" and len(words) > 1 else words[-1]
 
 
 def kinds_of(model: nn.Module) -> dict[int, dict[str, Options]]:
@@ -316,8 +320,7 @@ def _tables(named: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     for name, p in named:
         if p.dim() != 2:
             continue
-        parts = WRAPPERS.sub("", name.lower()).split(".")
-        word = parts[-2] if parts[-1] == "weight" and len(parts) > 1 else parts[-1]
+        word = _word_of(WRAPPERS.sub("", name.lower()).split("."))
         is_linear = f"{name.removesuffix('weight')}bias" in names
         is_called = HEADS.search(word) or INPUTS.search(word) or (EMBEDDINGS.search(word) and not is_linear)
         rows, columns = p.shape

@@ -331,7 +331,7 @@ def check_options(group: dict[str, Any], own: Collection[str] = (), defaults: Gr
 def _without_effect(group: Group) -> dict[str, str]:
     """Options that do nothing with the others as they are, and why."""
     changed = {name for name in OPTIONS if name != "lr" and not _is_default(group, name)}
-    changed -= {name for name, off in OFF.items() if group[name] == off}  # says nothing that needs an effect
+    changed -= {name for name, off in OFF.items() if group[name] == off}  # what is off needs no effect
     averaging, never = group["averaging"], _never(group)
     rows = [
         ("beta3", group["betas"][0] == 0, "without betas[0] > 0"),

@@ -216,7 +216,7 @@ def _put(method: Kronecker, job: Due, index: slice | Tensor, alive: Tensor, side
             if old is side.target:
                 new[side.mode] = pack(value) if is_packed(old) else value
             else:
-                write(old, index, value, alive)  # a warm start is better than the last one also where it is not good enough
+                write(old, index, value, alive)  # also where the root is not ok: it is better than the last warm start
     if job.ctx.hyper.refresh_delay:
         for side in sides:
             write(state[f"Y{side.mode}"], index, new[side.mode], ok & alive, old=side.target)

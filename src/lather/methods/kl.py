@@ -31,7 +31,7 @@ class KL(Kronecker):
     text = "KL-Shampoo, whose factors see the gradient preconditioned by each other"
     default_eps = {"relative": 1e-4, "absolute": 1e-6}  # noqa: RUF012
     reads = ROOT_OPTIONS - {"exponent", "exponent_multiplier"}
-    judges = True  # roots may make a product overflow that is none of the gradient alone
+    judges = True  # products with roots may overflow where those of the gradient alone do not
     kernels = "graft"
 
     def init(self, stack: Stack, hyper: Hyper) -> State:

@@ -66,7 +66,7 @@ class Soap(Kronecker):
         return 0.5  # a basis has none; one for all orders lets all be solved together
 
     def products(self, modes: Sequence[str]) -> int:
-        return 3  # rotates the gradient, and what is applied there and back
+        return 3  # the gradient is rotated once, and what is applied twice
 
     def solver(self, hyper: Hyper, device: torch.device | str, order: int) -> roots.EigenSolver:
         return roots.resolve_basis(hyper.root, place_of_roots(device, hyper.root_device))

@@ -82,7 +82,7 @@ class Trip:
     ordered: int = 0  # where chunks are put in order
     # The all-gather among the places that store the same:
     part: int = 0  # elements from each of them; 0 without an all-gather
-    padding: int = 0  # elements of all that is received in it that are of no use
+    padding: int = 0  # elements received in it that are of no use
     relay: int = 0  # where its own part lies, if an all-to-all brings it
 
     @property

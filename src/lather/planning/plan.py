@@ -24,7 +24,7 @@ ALONE = Layout.everywhere(1)
 FLOPS_PER_BYTE = 1024
 TRIES = 8  # holders of a block that are tried as its owner, and places that store the same as each of them
 SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}  # bytes of an element on the way
-# Bytes that an owner sends in a stage, until there are eight stages. Where gradients travel too, more is on the way at a time.
+# Bytes that an owner sends in a stage; the same where gradients travel too, as more is then on the way; and the most stages.
 STAGE, SHORT_STAGE, MOST_STAGES = 64 << 20, 8 << 20, 8
 
 

@@ -15,7 +15,7 @@ from .from_torch import IGNORED, REFUSED, build, carry, listed, plain
 MUON = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")  # these become other options
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}  # torch's defaults
 MUON_GROUP = {"preconditioner": "spectral", "graft": None, "max_preconditioner_dim": math.inf, "weight_decay_mode": "decoupled"}
-# The defaults of Shampoo, where those of the optimizer are Muon's.
+# Options that are Muon's for the whole optimizer, so that AdamW's param groups need those of Shampoo.
 CHANGED = ("beta3", "bias_correction", "max_preconditioner_dim", "polar", "polar_scale")
 ADAMW_GROUP = {"preconditioner": None, "graft": "adam"} | {name: OPTIONS[name].default for name in CHANGED}
 

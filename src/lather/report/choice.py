@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-# How far options are from the usual ones. In a number every factor of two counts, in a word that it is another one.
+# What an option adds to the distance from the usual ones: for every factor of two if it is a number, once if it is another word.
 DISTANCE = {
     "max_preconditioner_dim": 2.0,
     "precondition_frequency": 1.0,

@@ -26,7 +26,7 @@ from ..storage.averaging import state_of
 from ..storage.buffers import ScratchKey
 
 Sizes = Mapping[BankKey, Counter[str]]  # bytes of one block of a bank, by kind
-MOST_RANKS = 1 << 14  # that share the work on paper; the report looks at each of them
+MOST_RANKS = 1 << 14  # of a team; the report looks at each of them
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class PlanReport:
     teams: list[RankReport]
     step_flops: float
     refresh_flops: float
-    notes: list[str]  # options without effect where the parameters are
+    notes: list[str]  # options without effect on the devices of the parameters
 
     def __init__(self, plan: Plan, places: Sequence[int] | None = None, rules: Sequence[str] = ()) -> None:
         """``places``: of this rank, by team; by default those with the most state. ``rules``: what made each param group."""
@@ -275,7 +275,7 @@ def _block_bytes(plan: Plan, key: BankKey) -> Counter[str]:
     return sizes
 
 
-ELEMENTWISE = {"momentum": "momentum", "master": "master weights"}  # what state shaped like a parameter is for, by role
+ELEMENTWISE = {"momentum": "momentum", "master": "master weights"}  # names for reports of state that is shaped like a parameter
 
 
 def _element_bytes(plan: Plan, spec: Spec) -> Counter[str]:
@@ -300,7 +300,7 @@ def _place_totals(plan: Plan, team: int, sizes: Sizes, work: Mapping[BankKey, fl
     banks = [plan.banks(team, place).items() for place in range(len(plan.teams[team]))]
     state = [sum(len(numbers) * sizes[key].total() for key, numbers in own) for own in banks]
     flops = [sum((len(numbers) * work[key] for key, numbers in own), 0.0) for own in banks]
-    alike = Counter[tuple[Layout, Shape]]()  # bytes per element of all parameters that lie alike
+    alike = Counter[tuple[Layout, Shape]]()  # bytes per element, of all parameters with this layout and shape
     for spec in (spec for spec in plan.specs if spec.team == team):
         alike[spec.layout, spec.shape] += _element_bytes(plan, spec).total()
     for (layout, shape), size in alike.items():

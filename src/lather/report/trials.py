@@ -128,7 +128,7 @@ class Trials:
         except ValueError:
             if not changes:
                 raise
-            return  # a method that has no such option, or not with others that are given
+            return  # the method has no such option, or it contradicts others that are given
         planned, times, note = report.state_bytes + report.scratch_bytes, None, ""
         if planned > self._limit:
             note = f"not timed: needs {bytes_text(planned)}"

@@ -40,7 +40,7 @@ class Intent:
     run: Run
     groups: Groups
     settings: Sequence[Settings]
-    world: Callable[[], Ranks]  # the process group; a list of thousands of ranks is not made in every step
+    world: Callable[[], Ranks]  # of the process group; a function, because a plain step should not list thousands of ranks
     everyone: Callable[[], Ranks]
     process_group: Any
     recorded: bool  # whether the step is
@@ -115,7 +115,8 @@ class Agreement:
             if error is not None:
                 raise error
             run.connect()
-            without = [replace(unit, executors=()) for unit in run.units]  # a missed step needs none, and they keep banks alive
+            # A missed step needs no executors, and they would keep banks alive.
+            without = [replace(unit, executors=()) for unit in run.units]
             self._plan, self._phases = run.plan, in_turn(without)
         self._loads = self.loads
         return True

@@ -168,7 +168,7 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
         elif mine["master_weights"]:
             free.add("master_weights")
         if mine["graft"] == AUTO or (theirs["graft"] == AUTO and graft_name(theirs) == mine["graft"]):
-            free.add("graft")  # one of them was saved, or is, before its first step
+            free.add("graft")  # the checkpoint, or the optimizer, has taken no step
         for name in STRUCTURAL:
             if name not in free and theirs[name] != mine[name]:
                 raise ValueError(

@@ -122,7 +122,8 @@ class Peers:
         """``comms`` has all meshes of this rank that have other ranks, in an order that ranks share. ``world`` has all ranks."""
         self.comms = list(comms)
         whole = [comm for comm in comms if comm.ranks == world]
-        self._in_one, self._path = bool(whole), whole or self.comms * self.SWEEPS  # whether one mesh reaches all; the way round
+        self._in_one = bool(whole)  # whether one mesh reaches all
+        self._path = whole or self.comms * self.SWEEPS  # the meshes that a message goes through
 
     def settle(self) -> None:
         """Once ranks have met: if none of them is in two meshes, nothing has to go from mesh to mesh. The host waits."""

@@ -286,7 +286,7 @@ class Session:
         gathered = checkpoint.collect(run.plan, run.banks, views, run.comms, my_rank(), to)
         every = [(p, name_of(group, g, i)) for g, group in enumerate(groups) for i, p in enumerate(group["params"])]
         away = next((name for p, name in every if p.requires_grad and not is_stored(p)), None)
-        if away := self._agreement.peers.tell(away if my_rank() == to else None):  # what other ranks lack may be copies
+        if away := self._agreement.peers.tell(away if my_rank() == to else None):  # others need not store all
             raise ValueError(
                 f"rank {to} does not store parameter {away}, so it cannot have the whole state; save with "
                 "torch.distributed.checkpoint"

@@ -41,4 +41,4 @@ class Step:
     rates: Sequence[Rate]
     shares: Mapping[int, Number]  # of this step in the averages, by parameter
     offsets: Mapping[int, Mapping[int, int]]  # by param group with staggered refreshes, then by block: the step in the period
-    record: Any = None  # of an armed step: what is to be known about it (see runtime/metrics.py)
+    record: Any = None  # records an armed step (see runtime/metrics.py)
