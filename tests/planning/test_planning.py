@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -105,7 +104,7 @@ def test_a_plan_is_a_function_of_its_input(plan: Plan):
 def written(buffer: list[Any], items: Iterable[Item]) -> None:
     """Put names of elements, and of scales, where the items say."""
     for item in items:
-        name = item.move.src, item.move.block, item.move.region
+        name = item.move.block, item.move.region
         for k in range(item.move.region.numel):
             assert buffer[item.offset + k] is None
             buffer[item.offset + k] = (*name, k)
@@ -193,9 +192,8 @@ def directions_arrive(plan: Plan, transport: Transport, traffic: list[Traffic]) 
             swapped(plan, buffers, list(trips))
         if transport.gather:
             gathered(plan, buffers, list(trips), transport.mesh.sharers)
-        for me, (buffer, trip) in enumerate(zip(buffers, trips, strict=True)):
-            items = (*trip.received.items, *trip.kept.items)
-            assert_read(buffer, [replace(i, move=replace(i.move, dst=me)) for i in items])
+        for buffer, trip in zip(buffers, trips, strict=True):
+            assert_read(buffer, (*trip.received.items, *trip.kept.items))
     for me, each in enumerate(traffic):
         moves = [item.move for trip in each.outbound for item in (*trip.received.items, *trip.kept.items)]
         owned = [n for owner in range(len(traffic)) for n in plan.sequence(transport, owner)]

@@ -44,10 +44,8 @@ class Spec:
 
 @dataclass(frozen=True)
 class Move:
-    """A piece of a block that travels from the place ``src`` to the place ``dst``, which may be the same."""
+    """A piece of a block that travels, or stays on its place."""
 
-    src: int
-    dst: int
     block: int
     region: Region
 
@@ -147,14 +145,14 @@ class Plan:
             layout = self.specs[block.param].layout
             serves = layout.copies == 1 or layout.replica(src) == layout.replica(dst)
             if serves and (piece := block.region.meet(self.stored(block.param, src))):
-                yield Move(src, dst, number, piece)
+                yield Move(number, piece)
 
     def outbound(self, numbers: Iterable[int], dst: int) -> Iterator[Move]:
         """Direction pieces of blocks that the holder ``dst`` stores. They come from the owners of the blocks."""
         for number in numbers:
             block = self.blocks[number]
             if piece := block.region.meet(self.stored(block.param, dst)):
-                yield Move(self.owners[number], dst, number, piece)
+                yield Move(number, piece)
 
     def sequence(self, transport: Transport, owner: int) -> Iterator[int]:
         """The owner's blocks with this transport, bank by bank, slot by slot."""
