@@ -102,8 +102,7 @@ class Case(NamedTuple):
 
 def paper(case: Case) -> dict[str, Any]:
     """What the plan says about the rank with the most work."""
-    given = DEVICE, case.dtype, case.ranks, case.shard
-    plan, rules = on_paper(load(case.model), *given, None, None, "Shampoo", case.options)
+    plan, rules = on_paper(load(case.model), DEVICE, case.dtype, case.ranks, case.shard, **case.options)
     work = [work_of(plan, place) for place in range(case.ranks)]
     rank = work.index(max(work))
     report = PlanReport(plan, [rank], rules)

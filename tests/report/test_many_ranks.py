@@ -62,7 +62,7 @@ def test_sharded_gpt2_receives_at_most_gradients_in_and_directions_out(shard):
 )
 def test_work_of_a_rank_is_a_share_of_the_whole(model, shard, ranks):
     """Within 10% of 1/N for the rank with the most, as long as there are ten blocks for each rank."""
-    plan, _ = on_paper(models.load(model), "cuda", None, ranks, shard, None, 1, "Shampoo", {"precondition_frequency": 10})
+    plan, _ = on_paper(models.load(model), "cuda", ranks=ranks, shard=shard, stages=1, precondition_frequency=10)
     work = [0.0] * ranks
     for key, numbers in plan.all_banks().items():
         flops = mean_flops(plan.blocks[numbers[0]], plan.settings[key.group], key.device)
@@ -75,7 +75,7 @@ def test_work_of_a_rank_is_a_share_of_the_whole(model, shard, ranks):
 @pytest.mark.parametrize(("shard", "most"), [("ddp", 4 * 8.03e9 / messages.ROUNDS), ("hsdp=8", messages.ROUND)])
 def test_rounds_are_few_and_of_bounded_size(shard, most):
     """The host has work to do for each of them, and buffers are as large as the largest."""
-    plan, _ = on_paper(models.load("llama-8b"), "cuda", None, 64, shard, None, None, "Shampoo", {})
+    plan, _ = on_paper(models.load("llama-8b"), "cuda", ranks=64, shard=shard)
     trips = [trip for transport in plan.transports for trip in messages.outbound_trips(plan, transport, 0)]
     sizes = [trip.received.nbytes for trip in trips]
     assert len(sizes) <= 1.5 * messages.ROUNDS

@@ -170,20 +170,20 @@ def plan(
     >>> plan(nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 4)), ranks=3, preset="from_sgd").params[1].method
     'sgd'
     """
-    made, rules = on_paper(model, device, dtype, ranks, shard, num_trainers_per_group, stages, preset, given)
+    made, rules = on_paper(model, device, dtype, ranks, shard, num_trainers_per_group, stages, preset, **given)
     return PlanReport(made, None, rules)
 
 
 def on_paper(
     model: nn.Module | Mapping[str, Sequence[int]],
-    device: str | None,
-    dtype: str | None,
-    ranks: int,
-    shard: str,
-    group_size: int | None,
-    stages: int | None,
-    preset: str,
-    given: Mapping[str, Any],
+    device: str | None = None,
+    dtype: str | None = None,
+    ranks: int = 1,
+    shard: str = "ddp",
+    num_trainers_per_group: int | None = None,
+    stages: int | None = None,
+    preset: str = "Shampoo",
+    **given: Any,
 ) -> tuple[Plan, Sequence[str]]:
     """The plan that :func:`plan` reports on, for its arguments, and what made each param group."""
     opt = make_optimizer(model, preset, given)
@@ -193,7 +193,7 @@ def on_paper(
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is not a device that torch knows: {error}") from error
     ranks, stages = whole("ranks", ranks), None if stages is None else whole("stages", stages)
-    trainers = ranks if group_size is None else whole("num_trainers_per_group", group_size)
+    trainers = ranks if num_trainers_per_group is None else whole("num_trainers_per_group", num_trainers_per_group)
     if trainers > MOST_RANKS:
         raise ValueError(
             f"ranks={ranks}: a plan shares the work among at most {MOST_RANKS} ranks; let groups of fewer ranks repeat the work "

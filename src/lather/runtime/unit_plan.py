@@ -135,9 +135,6 @@ class UnitPlan:
         span = self._span(part)
         return Look(span, self._reading(span.key))
 
-    def _slices(self) -> list[BankSlice]:
-        return [part for parts in self._together() for part in parts]
-
     def _numbers(self, part: BankSlice) -> Sequence[int]:
         return self.banks[part.key][part.start : part.stop]
 
@@ -256,7 +253,7 @@ class UnitPlan:
             messages=messages,
             sends=tuple(Pieces(span, self._sending(span.key), scratch, there) for span in self.sends),
             reads={part: Pieces(span, self._reading(span.key), scratch, None) for part, span in self.reads.items()},
-            looks={} if self.inbound else {part.id: self._look(part) for part in self._slices()},
+            looks={} if self.inbound else {part.id: self._look(part) for parts in self._together() for part in parts},
             stacks=stacks,
             arrivals=dict(self._arrivals(there, stacks)),
             departures=dict(self._departures(back)),
