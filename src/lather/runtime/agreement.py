@@ -88,7 +88,8 @@ class Agreement:
         self.peers = Peers([], ())
         self.strict = False  # whether some rank has on_nonfinite="raise"
         self.loads = 0  # checkpoints that were loaded, or refused
-        self._given, self._calls, self._loads = given, 0, 0
+        self._given = given
+        self._calls, self._loads = 0, 0  # calls of step(), and loads before the last one
         self._due, self._compared = True, False  # whether values are to be compared in this step, and whether they ever were
         self._plan: Plan | None = None  # the last one that ranks agreed on, and the phases of its steps
         self._phases: Sequence[Phase] = ()

@@ -177,8 +177,8 @@ def make_run(
     banks = make_banks(plan, places, params, old)
     views, counter = _make_views(plan, params, banks, groups)
     averages = Averages([spec.group for spec in plan.specs], plan.settings, params, views, [group["lr"] for group in groups])
-    run = Run(plan, places, params, banks, views=views, counter=counter, averages=averages)
-    run.sharded = [is_dtensor(p) for p in params]
+    sharded = [is_dtensor(p) for p in params]
+    run = Run(plan, places, params, banks, views=views, counter=counter, sharded=sharded, averages=averages)
     run.copy(state)
     for bank in banks:
         if state and bank not in old.values():

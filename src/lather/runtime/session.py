@@ -51,6 +51,7 @@ class Session:
         self.reset()
 
     def _meet(self) -> None:
+        """Begin to agree with the other ranks, who are not known yet."""
         given = {"num_trainers_per_group": self.trainers, "stages": self._stages, "check_ranks": self._check_ranks}
         self._agreement = Agreement(given)
 
