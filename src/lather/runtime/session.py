@@ -83,7 +83,7 @@ class Session:
             return None
         if self._agreement.peers.comms:
             self._agreement.compare_values(run, self.world)
-        refuse_averages(groups)
+        refuse_averages(groups)  # not before: torch's probe may come in eval mode
         if self._agreement.strict:
             refuse_nonfinite(grads, run, self.settings, self._agreement.peers)
         step = run.begin(grads, self.settings, rates, groups)
