@@ -203,9 +203,10 @@ def test_scratch():
     )
     plain = settings(beta3=None)
     plane = 3 * 64 * 64 + slices.SIDE * 64
-    assert scratch_sizes([matrices, vectors], plain) == {"flat": (torch.float32, 2880 + 48), "halves": (torch.float16, 2 * plane)}
+    assert scratch_sizes([matrices, vectors], plain) == {"flat": (torch.float32, plane)}  # halves of gradients take more room
+    assert scratch_sizes([vectors], plain) == {"flat": (torch.float32, 48)}
     plane = 2 * 64 * 9 * 128 + slices.SIDE * 9 * 128
-    assert scratch_sizes([thin], plain) == {"flat": (torch.float32, 2 * 2520), "halves": (torch.float16, 2 * plane)}
+    assert scratch_sizes([thin], plain) == {"flat": (torch.float32, plane)}
     assert scratch_sizes([matrices, thick], plain)["plain"] == (torch.float32, 2880 + 416)
     for ahead in (settings(), settings(beta3=0.5)):  # directions, and filtered gradients beside them
         assert scratch_sizes([matrices], ahead) == scratch_sizes([matrices], plain) | {"filtered": (torch.float32, 2880)}
@@ -214,7 +215,6 @@ def test_scratch():
     assert "filtered" not in scratch_sizes([matrices], settings(start_preconditioning_step=math.inf))
     assert "plain" in scratch_sizes([matrices], settings(betas=(0.0, 0.999)))
     alone = BankSlice(key((24, 40)), 0, 3, custom_factors=True)
-    for method, kept in (("soap", {"flat", "halves", "plain"}), ("spectral", {"flat", "halves"})):  # which takes in no gradients
+    for method, kept in (("soap", {"flat", "plain"}), ("spectral", {"flat"})):  # which takes in no gradients
         needs = scratch_sizes([alone], settings(preconditioner=method, beta3=None))
-        assert set(needs) == kept and needs["halves"] == (torch.float16, 0)
-    assert scratch_sizes([vectors], settings())["halves"] == (torch.float16, 0)
+        assert set(needs) == kept and needs["flat"] == (torch.float32, 2880)

@@ -55,8 +55,8 @@ def made_for(shapes, monkeypatch, **options):
     opt = lather.Shampoo([torch.nn.Parameter(torch.randn(shape)) for shape in shapes], **{"beta3": None, "graft": "adam"} | options)
     run = opt._session.prepare(opt.param_groups, opt.state)
     (found,) = run.units[0].executors
-    dtype, numel = scratch_sizes(found.slices, opt._session.settings[0])["halves"]
-    halves = torch.zeros(numel, dtype=dtype)
+    dtype, numel = scratch_sizes(found.slices, opt._session.settings[0])["flat"]
+    halves = torch.zeros(numel, dtype=dtype).view(torch.float16)
     return run, found, Tables(found.slices, halves, found.graft.of_factors), halves
 
 

@@ -48,7 +48,6 @@ class Variant(NamedTuple):
     uniform: bool  # whether all slots are at the same step
     halves: int  # 16-bit numbers for each float32 number in products
     plain: bool  # whether gradients are needed as they are
-    clear: bool  # whether someone else has used the buffer of halves
     grad: torch.dtype
     param: torch.dtype
     root: torch.dtype
@@ -124,9 +123,14 @@ class KernelExecutor(Executor[Seen]):
         device = self.key.device
         return {role: self._scratch.take((role, device, dtype), numel) for role, (dtype, numel) in self._needs.items()}
 
+    @property
+    def _halves(self) -> Tensor:
+        """Gradients in halves. Directions take their place."""
+        return self._memory["flat"].view(torch.float16)
+
     @cached_property
     def _tables(self) -> Tables:
-        return Tables(self.slices, self._memory["halves"], self.graft.of_factors)
+        return Tables(self.slices, self._halves, self.graft.of_factors)
 
     # The parts of a step.
 
@@ -214,7 +218,6 @@ class KernelExecutor(Executor[Seen]):
             buffers.correct(corrections)
         numbers = self._numbers(job, corrections if uniform else Corrections(0.0, 0.0, 0.0))
         buffers.load(numbers, sources, job.active)
-        soiled = self._scratch.passes_to(self)
         return Variant(
             filtered=hyper.beta1 > 0,
             looks_ahead=hyper.looks_ahead,
@@ -226,7 +229,6 @@ class KernelExecutor(Executor[Seen]):
             uniform=uniform,
             halves=2 if are_products_exact() else 1,
             plain=self._torch_takes_in or hyper.beta1 == 0,
-            clear=soiled and self._is_padded,
             grad=sources.dtype,
             param=sources.params[0].dtype if sources.params else torch.float32,
             root=hyper.root_dtype,
@@ -303,8 +305,8 @@ class KernelExecutor(Executor[Seen]):
             tables.slots, tables.tile_sums, b.active, tables.skip_counters, b.alive, b.scale, self.n, b.numbers,
             BLOCK=REDUCE, num_warps=1,
         )  # fmt: skip
-        if v.clear:
-            self._memory["halves"].zero_()
+        if self._is_padded:
+            self._halves[: v.halves * self._plane].zero_()
         slots = {"alive": b.alive, "scale": b.scale, "corrections": b.corrections, "n": self.n, "UNIFORM": v.uniform}
         flat = self._memory["flat"]  # stands in for what is not there: for None Triton would build another launcher
         copies = {"plain": self._memory.get("plain", flat), "filtered": self._memory.get("filtered", flat), "plane": self._plane}

@@ -180,11 +180,11 @@ def _fits(key: BankKey, factors: bool) -> bool:
 
 
 def scratch_sizes(slices: Sequence[BankSlice], settings: Settings) -> dict[str, tuple[torch.dtype, int]]:
-    """Dtype and elements of the buffers of slices that are computed together: directions (``flat``), gradients in ``halves``,
-    gradients (``plain``) if there is no filter to remember them or if torch updates a factor, and ``filtered`` gradients if they
-    are not what the filter remembers."""
+    """Dtype and elements of the buffers of slices that are computed together: gradients in halves and later, in the same memory,
+    directions (``flat``), gradients (``plain``) if there is no filter to remember them or if torch updates a factor, and
+    ``filtered`` gradients if they are not what the filter remembers."""
     flat = sum(piece.flat_numel for piece in slices)
-    needs = {"flat": (torch.float32, flat), "halves": (torch.float16, 2 * half_plane(slices))}
+    needs = {"flat": (torch.float32, max(flat, half_plane(slices)))}  # two planes of halves take as much as one of float32
     if settings.hyper.beta1 == 0 or torch_takes_in(slices, settings.method):
         needs["plain"] = torch.float32, flat
     if settings.hyper_of(slices[0].key.kind).looks_ahead:

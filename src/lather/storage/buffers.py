@@ -32,12 +32,6 @@ class Scratch:
         self.devices = devices
         self._sizes: dict[ScratchKey, int] = {}
         self._flat: dict[ScratchKey, Tensor] = {}
-        self._user = 0  # an id: with a reference there would be a circle, which only the garbage collector frees
-
-    def passes_to(self, user: object) -> bool:
-        """Whether someone else has used it since this user did."""
-        last, self._user = self._user, id(user)
-        return last != id(user)
 
     def reserve(self, key: ScratchKey, numel: int) -> None:
         self._sizes[key] = max(numel, self._sizes.get(key, 0))
