@@ -286,7 +286,7 @@ def summary(results: pathlib.Path) -> str:
         found, unit = reach(longest["shampoo"], section.measure, rival(section, groups)), groups[0].runs[0].run.unit
         row["reach"] = found.replace(" (", f" {unit} (")
         rows.append(row)
-    last = "reaches Muon's end (ResNet-18: SGD's) after"
+    last = "reaches Muon's final score (ResNet-18: SGD's) after"
     heads = {"task": "task", "base": "AdamW or SGD", "muon": "Muon", "shampoo": "lather", "reach": last}
     return f"\n{table([(head, blank(key)) for key, head in heads.items()], rows)}\n"
 

@@ -46,7 +46,7 @@ def from_sgd(
 
     Weight decay is added before momentum, as in SGD, but is not preconditioned. The first momentum buffer is dampened too.
     Exponent, damping and refreshes are the paper's, with which a ResNet trained better than with those of other presets
-    (docs/results.md). ``differentiable`` is refused.
+    (docs/defaults.md). ``differentiable`` is refused.
 
     >>> import torch, lather
     >>> model = torch.nn.Linear(8, 4)
@@ -111,7 +111,7 @@ def from_adam(
 ) -> Shampoo:
     """``Shampoo`` with the arguments of ``torch.optim.Adam``, and steps of Adam's length (``graft="auto"``).
 
-    Betas that you give are kept. The default ones trained best on most of our tasks (docs/results.md); torch's are (0.9, 0.999).
+    Betas that you give are kept. The default is (0.95, 0.95), torch's is (0.9, 0.999); docs/defaults.md compares some.
     ``betas[1]`` also averages the factors. ``eps`` becomes ``graft_eps``, and the factors' damping is ``factor_eps``.
     ``amsgrad``, ``capturable`` and ``differentiable`` are refused.
 

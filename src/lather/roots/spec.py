@@ -70,7 +70,7 @@ def resolve(spec: str | RootSolver, device: torch.device | str, e: float) -> Roo
 def resolve_basis(spec: str | RootSolver, device: torch.device | str) -> EigenSolver:
     """`parse` for eigenbases. `"auto"` is `track` with one iteration on CUDA, where `eigh` takes matrices one by one, else `eigh`.
 
-    With two iterations of `track` a transformer trained no better (docs/results.md).
+    With two iterations of `track` a transformer trained no better.
 
     >>> spell(resolve_basis("auto", "cpu")), spell(resolve_basis("auto", "cuda"))
     ('eigh', 'track(iterations=1)')
