@@ -11,7 +11,8 @@ import torch
 from interpreted import ROOT, run_interpreted
 
 import lather
-from lather import linalg, roots
+from lather import kernels as facts
+from lather import linalg
 from lather.compute import kernel_executor, slices
 from lather.methods import soap
 from lather.roots import directions, products, track
@@ -92,7 +93,7 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
         in_vectors.extend(["ld.global.v4" in made.asm["ptx"] and "st.global.v4" in made.asm["ptx"]] if "VECTOR" in given else ())
         loaded_ahead.update({self.__name__} if "cp.async" in made.asm["ptx"] else ())
 
-    rule, suits = roots.stages.__wrapped__, slices.suits
+    rule, suits = facts.stages.__wrapped__, slices.suits
     memory = SimpleNamespace(shared_memory_per_block_optin=GPUS[gpu])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     for module in (kernel_executor, products):

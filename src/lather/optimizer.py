@@ -160,8 +160,10 @@ class Shampoo(torch.optim.Optimizer):
         self._rules.append((group, rule))
 
     def _made(self) -> list[str]:
-        """What made each param group, also if others were taken out."""
-        return [next((rule for one, rule in self._rules if one is group), "") for group in self.param_groups]
+        """What made each param group. Those that were taken out are forgotten."""
+        rules = [next((rule for one, rule in self._rules if one is group), "") for group in self.param_groups]
+        self._rules = list(zip(self.param_groups, rules, strict=True))
+        return rules
 
     def _check_parameters(self, group: dict[str, Any]) -> None:
         session = self._session
@@ -178,8 +180,8 @@ class Shampoo(torch.optim.Optimizer):
 
         ``torch.compile`` leaves it as it is: forward and backward are compiled, and the graph breaks here.
 
-        A step that raises in the middle, for want of memory say, does not count. Some parameters may have moved by then, and some
-        averages may have taken their gradients in.
+        A step that raises in the middle, for example because memory runs out, does not count. Some parameters may have moved by
+        then, and some averages may have taken their gradients in.
         """
         session = self._session
         loss = None
@@ -315,6 +317,7 @@ class Shampoo(torch.optim.Optimizer):
         )
 
     def __getstate__(self) -> dict[str, Any]:
+        self._made()
         return {**super().__getstate__(), "_session": self._session, "_rules": self._rules}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shampoo:

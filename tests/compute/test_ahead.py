@@ -33,6 +33,7 @@ def test_only_what_is_new_is_written():
         into = torch.empty(4, 4)
         torch.bmm(torch.eye(4)[None], old[None], out=into[None])
         told = torch.tensor([1.0, 2.0]).mul_(2)
+        torch.ops.aten._unsafe_view(old, [2, 8]).add_(1)  # says that its memory is new
     assert old.eq(1).all() and other.eq(1).all()
     assert new.tolist() == [[8.0] * 4, [2.0] * 4, [3.0] * 4, [3.0] * 4] and into.eq(1).all()
     assert told.tolist() == [2.0, 4.0]

@@ -77,6 +77,21 @@ def test_only_the_first_keys_are_compiled_ahead(cuda):
     assert len(cuda.log) == 2 * graphs.AHEAD and len(cuda.compiled) == graphs.AHEAD
 
 
+def test_what_raised_is_launched_before_it_is_captured(cuda):
+    graphs = Graphs()
+
+    def fails():
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        graphs.run("a", fails)
+    launch = partial(cuda.log.append, "launch")
+    graphs.run("a", launch)
+    assert cuda.log == ["launch"]
+    graphs.run("a", launch)
+    assert cuda.log == ["launch", "begin", "launch", "end", "replay"]
+
+
 def test_nothing_is_compiled_ahead_within_a_capture(cuda):
     cuda.capturing = True
     Graphs().run("a", lambda: cuda.log.append("launch"))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lather import kernels, roots
+from lather import kernels
 from lather.compute import slices
 from lather.compute.slices import BankSlice, Window, divide_banks, find_window, scratch_sizes
 from lather.options import OPTIONS
@@ -175,7 +175,7 @@ def test_only_cuda_has_kernels(monkeypatch):
 
 
 def test_gpus_that_kernels_are_made_for(monkeypatch):
-    ask, gpu = roots.has_kernels, torch.device("cuda:0")
+    ask, gpu = kernels.has_kernels, torch.device("cuda:0")
     monkeypatch.setattr(kernels, "_has_triton", lambda: False)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
@@ -191,7 +191,7 @@ def test_gpus_that_kernels_are_made_for(monkeypatch):
     assert not ask(gpu)
     for memory, stages in (({"shared_memory_per_block_optin": 232448}, 3), ({"shared_memory_per_block_optin": 101376}, 2), ({}, 2)):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=memory: SimpleNamespace(**found))
-        assert roots.stages.__wrapped__(gpu) == stages
+        assert kernels.stages.__wrapped__(gpu) == stages
 
 
 def test_scratch():

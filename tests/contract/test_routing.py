@@ -6,6 +6,7 @@ import io
 import math
 import pickle
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,10 @@ def test_rules_of_later_groups() -> None:
     assert [row.rule for row in opt.plan().params] == ["mine", "", "later"]
     assert [row.rule for row in copy.deepcopy(opt).plan().params] == ["mine", "", "later"]
     assert [row.rule for row in pickle.loads(pickle.dumps(opt)).plan().params] == ["mine", "", "later"]
+    taken_out = weakref.ref(opt.param_groups.pop(1)["params"][0])
+    assert [row.rule for row in pickle.loads(pickle.dumps(opt)).plan().params] == ["mine", "later"]
+    del params, model
+    assert taken_out() is None
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -15,8 +15,9 @@ from paper import PAPER, TODAY
 from reference import Reference
 
 import lather
+from lather.kernels import has_kernels
 from lather.linalg import is_packed, mode_product, norms, pack, per_slot
-from lather.roots import directions, has_kernels, polar, products
+from lather.roots import directions, polar, products
 from lather.roots.track import _halves
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -17,7 +17,7 @@ from paper import PAPER, TODAY
 import lather
 from lather.compute import refresh, slices
 from lather.compute.kernel_executor import KernelExecutor
-from lather.roots import has_kernels
+from lather.kernels import has_kernels
 from lather.runtime import unit_plan
 
 pytestmark = [

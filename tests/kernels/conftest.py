@@ -43,7 +43,7 @@ def interpret(set_: Callable[[Any, str, Any], None]) -> None:
     """Kernels as on a GPU, with tiles so small that small blocks have several."""
     suits = slices.suits
     set_(slices, "suits", lambda device, *rest: suits("cuda", *rest))
-    small = {"BLOCK": 128, "SIDE": 16, "DEPTH": 16, "REDUCE": 2, "ROWS": 8}
+    small = {"BLOCK": 128, "SIDE": 16, "DEPTH": 16, "REDUCE": 2, "DIAGONAL": 8, "ROWS": 8}
     for module in (buffers, soap):
         set_(module, "has_kernels", lambda device: True)
     for module in (slices, tables, kernel_executor, copies, soap):

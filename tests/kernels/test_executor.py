@@ -14,7 +14,8 @@ from paper import PAPER
 from reference import Reference
 
 import lather
-from lather.compute import slices
+from lather import linalg
+from lather.compute import kernel_executor, slices, tables
 from lather.compute.kernel_executor import KernelExecutor
 from lather.compute.slices import Window, scratch_sizes
 from lather.compute.torch_executor import TorchExecutor
@@ -635,6 +636,21 @@ def test_slices_of_banks_give_the_same_bits(beta3, number, monkeypatch):
     assert len(executors) > 3 and max(executor.n for executor in executors) < slots
     assert any(piece.n < len(piece.bank.blocks) for executor in executors for piece in executor.slices)
     assert all(torch.equal(p, q) for p, q in zip(whole, parts, strict=True))
+
+
+@pytest.mark.parametrize(("factors", "precision", "error"), [("full", "float32", 1e-6), ("packed", "fast", 1e-3)])
+def test_tiles_as_large_as_on_a_gpu(factors, precision, error, monkeypatch):
+    """Several tiles of a factor, the last ones not whole. A tile takes its columns in a quarter at a time."""
+    for module in (slices, tables, kernel_executor):
+        for name, size in {"SIDE": 128, "DEPTH": 64}.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, size)
+    shapes = [(200, 140)]
+    opt = run(parameters(shapes), 1, 2, shapes, factors=factors, precision=precision, max_preconditioner_dim=1024)
+    (g,), (state,) = gradients(1, shapes), opt.state.values()
+    for role, wanted in (("L0.0", g @ g.T), ("L1.0", g.T @ g)):
+        found = linalg.unpack(state[role][None])[0]
+        assert_close([found], [0.05 * wanted.double()], error)
 
 
 def travelling(opt, reads_gradients):

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 THREADS = 8
-MADE = torch.ops.aten.lift_fresh.default  # how torch.tensor() shows what it has made of the host's numbers
+LIFT = torch.ops.aten.lift_fresh.default  # how torch.tensor() shows what it has made of the host's numbers
 _one_at_a_time = threading.Lock()
 
 
 def compile_kernels(launch: Callable[[], None]) -> None:
     """Compile the kernels that ``launch`` launches, and do nothing else.
 
-    It must be fit for a graph: then it changes nothing but memory, and who goes through it without those changes leaves no trace.
+    It must be fit for a graph: then it changes nothing but memory. Going through it without those changes leaves no trace.
     Errors are left to the launch itself.
     """
     import triton
@@ -93,8 +93,10 @@ class _NothingChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not _addresses(targets) <= self._new:
             return tuple(targets) if len(schema.returns) > 1 else targets[0] if schema.returns else None
         result = func(*args, **kwargs)
-        if func is MADE or not any(each.alias_info for each in schema.returns):  # a view's memory may be older
+        if func is LIFT:
             self._new |= _addresses(result)
+        elif not any(each.alias_info for each in schema.returns):  # a view's memory may be older
+            self._new |= _addresses(result) - _addresses(list(given.values()))
         return result
 
 

@@ -37,11 +37,11 @@ class Graphs:
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
         if key not in self._graphs:
             if key not in self._seen:
-                if len(self._seen) < self.MOST:
-                    self._seen.add(key)
-                    if len(self._seen) <= self.AHEAD and not is_capturing():
-                        compile_kernels(launch)
+                if len(self._seen) < self.AHEAD and not is_capturing():
+                    compile_kernels(launch)
                 launch()
+                if len(self._seen) < self.MOST:  # now, because a launch that raised has to run again before it is captured
+                    self._seen.add(key)
                 return
             if not self._enabled or torch.cuda.is_current_stream_capturing():
                 launch()

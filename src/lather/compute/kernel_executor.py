@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from ..kernels import registers, stages
 from ..kernels.schema import Corrections, Moment, Numbers, TensorAddresses, position
 from ..linalg import are_products_exact, from_host, per_slot
 from ..methods import Context, Hyper, Kronecker, filter_correction
 from ..methods.shampoo import factor_correction
 from ..planning.schedule import started_slots
-from ..roots import registers, stages
 from ..roots.directions import Sizes
 from ..settings import Settings
 from ..storage.buffers import Scratch
@@ -31,7 +31,7 @@ from .refresh import Due, is_capturable, refresh
 from .slices import DEPTH, SIDE, THIN_SIDE, BoundSlice, half_plane, scratch_sizes, torch_takes_in
 from .tables import REDUCE, Tables, ThinLaunch, running_totals
 
-ROWS = 1024  # entries of a diagonal that a kernel takes at a time
+DIAGONAL = 1024  # entries of a diagonal that a kernel takes at a time
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -220,7 +220,7 @@ class KernelExecutor(Executor[Seen]):
         buffers.load(numbers, sources, job.active)
         return Variant(
             filtered=hyper.beta1 > 0,
-            looks_ahead=hyper.looks_ahead,
+            looks_ahead="filtered" in self._needs,
             moment=Moment.RANK_ONE if self.graft.of_factors else Moment.STORED if self.graft.rates(hyper) else Moment.NONE,
             coupled=self._reads_gradients and settings.decay_mode == "l2" and settings.weight_decay != 0,
             graft=settings.grafted,
@@ -228,7 +228,7 @@ class KernelExecutor(Executor[Seen]):
             nesterov=settings.nesterov,
             uniform=uniform,
             halves=2 if are_products_exact() else 1,
-            plain=self._torch_takes_in or hyper.beta1 == 0,
+            plain="plain" in self._needs,
             grad=sources.dtype,
             param=sources.params[0].dtype if sources.params else torch.float32,
             root=hyper.root_dtype,
@@ -375,7 +375,7 @@ class KernelExecutor(Executor[Seen]):
         ]
         if tables.rank_one:
             works.append(
-                partial(kernels.rank_one_moments[len(tables.rank_one.jobs),], tables.rank_one.jobs, BLOCK=ROWS, num_warps=4)
+                partial(kernels.rank_one_moments[len(tables.rank_one.jobs),], tables.rank_one.jobs, BLOCK=DIAGONAL, num_warps=4)
             )
         side_by_side(works)
         buffers: dict[str, Any] = {"flat": flat, "filtered": self._memory.get(v.filtered_in, flat)}
@@ -448,7 +448,7 @@ class Buffers:
         numbers, rows = len(Numbers._fields), len(TensorAddresses._fields)
         self._words = torch.zeros(numbers + rows * tensors, dtype=torch.int64, device=device)
         self.numbers = self._words[:numbers].view(torch.float64)
-        self.bc2 = self.numbers[position(Numbers, "factor_correction")]
+        self.bc2 = self.numbers[position(Numbers, "factor_correction")]  # a view, because graphs of refreshes keep its address
         self.addresses = TensorAddresses(*self._words[numbers:].view(rows, tensors).unbind())
         self.alive, self.scale, self.gain, self.norms, self.back = torch.ones(5, n, dtype=torch.float32, device=device).unbind()
         self.corrections = torch.ones(len(Corrections._fields), n, dtype=torch.float32, device=device)

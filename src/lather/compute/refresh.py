@@ -44,13 +44,13 @@ def refresh(method: Kronecker, due: Sequence[Due], background: Background | None
     hard = [[slot for slot in job.slots if slot in job.failing][:RESCUES] for job in due]
     easy = [[slot for slot in job.slots if slot not in some] for job, some in zip(due, hard, strict=True)]
     threaded, ends = bool(due[0].ctx.hyper.root_device), list[tuple[Tensor, set[int]]]()
-    at_once = PARTS if all(job.solver.in_parts and slot_size(job) <= LARGEST for job in due) else 1
+    branches = PARTS if all(job.solver.in_parts and slot_size(job) <= LARGEST for job in due) else 1
     for parts, exact in ((easy, False), (hard, True)):
         jobs = [replace(job, slots=slots) for job, slots in zip(due, parts, strict=True) if slots]
         counts, left = [job.failed for job in jobs], [set(job.slots) for job in jobs]
         batches = [partial(Batch, method, batch, exact) for batch in cut_into_batches(jobs)]
         if background is None:
-            side_by_side([partial(_make_and_do, batch, counts, left) for batch in batches], at_once)
+            side_by_side([partial(_make_and_do, batch, counts, left) for batch in batches], branches)
         else:
             background.attempt(partial(_hand_over, batches, background, counts, left, threaded))
             ends += zip(counts, left, strict=True)

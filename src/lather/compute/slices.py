@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from ..kernels import has_kernels
 from ..kernels.schema import Alignment
 from ..methods import Method, State
 from ..planning.blocks import Block
 from ..planning.plan import BankKey
-from ..roots import has_kernels
 from ..settings import Settings
 from ..storage.grids import join_dims
 from .bank import Bank
@@ -162,7 +162,7 @@ def divide_banks(banks: Iterable[tuple[BankKey, int]], settings: Sequence[Settin
             continue
         if (method and method.kernels == "none") or not (_fits(key, factors) and suits(key.device, key.dtype, mine)):
             continue
-        kind = key.group, key.device, key.dtype, key.kind == "adagrad", mine.graft_of(key.kind), mine.hyper_of(key.kind).beta3
+        kind = key.group, key.device, key.dtype, mine.graft_of(key.kind), mine.hyper_of(key.kind).beta3
         most = max(1, LARGEST // math.prod(key.shape))
         custom = method is not None and method.kernels != "factors"
         for start in range(0, n, most):

@@ -73,7 +73,7 @@ class Tables:
     """
 
     def __init__(self, parts: Sequence[BoundSlice], halves: Tensor, of_factors: bool) -> None:
-        device, begins = halves.device, _beginnings(parts, halves)
+        device, begins = halves.device, _starts(parts, halves)
         self.rank_one = _rank_one_launch(parts, device) if of_factors else None
         self._one = torch.ones((), dtype=torch.float32, device=device)
         alignments = [_alignment(part, window, of_factors) for part in parts for window in part.windows]
@@ -130,7 +130,7 @@ def _roots(part: BoundSlice, one: Tensor) -> list[int]:
     return [one.data_ptr() if part.key.modes else 0] * part.n
 
 
-class _Beginning(NamedTuple):
+class _SliceStart(NamedTuple):
     """Where a slice begins: its first slot, and its first block in buffers."""
 
     part: BoundSlice
@@ -148,14 +148,14 @@ class _Beginning(NamedTuple):
         return self.half_address + HALF * i * math.prod(self.part.half_shape)
 
 
-def _beginnings(parts: Sequence[BoundSlice], halves: Tensor) -> list[_Beginning]:
+def _starts(parts: Sequence[BoundSlice], halves: Tensor) -> list[_SliceStart]:
     slots = running_totals(part.n for part in parts)
     flats = running_totals(part.flat_numel for part in parts)
     addresses = [halves.data_ptr() + HALF * offset for offset in running_totals(part.half_numel for part in parts)]
-    return list(map(_Beginning, parts, slots, flats, addresses))
+    return list(map(_SliceStart, parts, slots, flats, addresses))
 
 
-def _blocks(begin: _Beginning, moments: Sequence[int]) -> Iterator[Tile]:
+def _blocks(begin: _SliceStart, moments: Sequence[int]) -> Iterator[Tile]:
     """The first tile of every slot. ``moments`` are the addresses of second moments that are not in the state, or 0."""
     part = begin.part
     addresses = [[each.data_ptr() for each in part.state[role]] if role in part.state else [0] * part.n for role in ("m", "v")]
@@ -184,7 +184,7 @@ def _blocks(begin: _Beginning, moments: Sequence[int]) -> Iterator[Tile]:
         )
 
 
-def _factor_launches(begins: Sequence[_Beginning], device: torch.device) -> list[FactorLaunch]:
+def _factor_launches(begins: Sequence[_SliceStart], device: torch.device) -> list[FactorLaunch]:
     """Factors of rows and of columns. Launches overlap, and short ones fit in before long ones, not after."""
     found: dict[tuple[bool, bool], list[FactorJob]]
     found = {(by_rows, aligned): [] for by_rows in (True, False) for aligned in (True, False)}
@@ -211,7 +211,7 @@ def _factor_launches(begins: Sequence[_Beginning], device: torch.device) -> list
     return [FactorLaunch(torch.tensor(jobs, device=device), *kind) for kind, jobs in launches if jobs]
 
 
-def _thin_launch(begins: Sequence[_Beginning], device: torch.device) -> ThinLaunch | None:
+def _thin_launch(begins: Sequence[_SliceStart], device: torch.device) -> ThinLaunch | None:
     """Factors of third modes, and the chunks of gradients that they are summed from."""
     chunks: list[ThinChunk] = []
     factors: list[ThinFactor] = []

@@ -10,13 +10,11 @@ from .higher_order import HigherOrder
 from .minimax import Minimax
 from .newton import Newton
 from .polar import NewtonSchulz, Polar, PolarExpress, Svd
-from .products import has_kernels, registers, stages
 from .spec import POLARS, SOLVERS, choose, parse, parse_polar, replaced, resolve, resolve_basis, spell
 from .track import Track
 
 __all__ = [
     "POLARS", "SOLVERS", "Basis", "EigenSolver", "Eigh", "HigherOrder", "Minimax", "Newton", "NewtonSchulz", "Polar",
-    "PolarExpress", "Relative", "Root", "RootSolver", "Svd", "Track", "choose", "first_basis", "has_kernels", "parse",
-    "parse_polar", "registers", "replaced", "rescue", "rescue_basis", "resolve", "resolve_basis", "solve", "solve_basis", "spell",
-    "stages",
+    "PolarExpress", "Relative", "Root", "RootSolver", "Svd", "Track", "choose", "first_basis", "parse", "parse_polar",
+    "replaced", "rescue", "rescue_basis", "resolve", "resolve_basis", "solve", "solve_basis", "spell",
 ]  # fmt: skip

@@ -5,18 +5,16 @@ float32 sums, and only one triangle of a symmetric result is computed. Entries m
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import linalg
-from ..kernels import has_kernels as has_kernels
+from ..kernels import has_kernels, stages
 from ..kernels.schema import Start, position
 from ..linalg import symmetrize
 
-ENOUGH = 160 << 10  # bytes of shared memory for three stages, which take 128 KiB on an A100 and 192 KiB on an H200
 PROBES = 16  # vectors that residuals are estimated on
 DEPTH = 64  # elements of a sum that products load at a time
 PARTS = 256  # of a slot, whose squares are summed one by one
@@ -28,22 +26,6 @@ def product(x: Tensor, y: Tensor, alpha: float = 1.0, add: Tensor | None = None,
     if x.dtype == torch.float16:
         return symmetric(x, None if x is y else y, alpha, add, beta)
     return symmetrize(linalg.product(x, y, None, add, alpha, beta))  # to the bit: an iteration may amplify a skew part
-
-
-@lru_cache
-def stages(device: torch.device) -> int:
-    """How far ahead a kernel with products loads its tiles: two stages, or three where there is enough shared memory."""
-    if device.type != "cuda":
-        return 2
-    memory = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
-    return 3 if memory >= ENOUGH else 2
-
-
-@lru_cache
-def registers(device: torch.device) -> int | None:
-    """Of a thread, at most, in a kernel of 8 warps: then two programs run side by side. GPUs other than Hopper's and the Blackwell
-    of data centres need more for their products."""
-    return 128 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10) else None
 
 
 def is_in_halves(x: Tensor) -> bool:

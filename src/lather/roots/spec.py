@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from ..kernels import has_kernels
 from .base import EigenSolver, RootSolver
 from .coupled import supports
 from .eigh import Eigh
@@ -17,7 +18,6 @@ from .higher_order import HigherOrder
 from .minimax import Minimax
 from .newton import Newton
 from .polar import NewtonSchulz, Polar, PolarExpress, Svd
-from .products import has_kernels
 from .track import Track
 
 SOLVERS: dict[str, type[RootSolver]] = {s.name: s for s in (Eigh, Newton, HigherOrder, Minimax, Track)}

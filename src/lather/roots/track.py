@@ -6,10 +6,10 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
+from ..kernels import has_kernels
 from ..linalg import eye_like, factorize, normalize, norms, per_slot, probe, product, products_in, symmetrize
 from .base import Basis, EigenSolver, Ridge, Root, absolute, check_count
 from .firstorder import coupling, diagonal, first_basis, first_order
-from .products import has_kernels
 
 SHIFT = 0.05  # part of every eigenvalue that is added to it, which keeps the pivots of both Choleskys far from zero
 NOISE = 1e-6  # eigenvalues below this part of the factor's norm are not told apart

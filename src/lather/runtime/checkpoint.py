@@ -370,7 +370,7 @@ def is_for_parts() -> bool:
             if function == "_load_optim_state_dict":
                 return True
             found = True
-            whole |= function == "_get_optim_state_dict" and frame.f_locals["info"].full_state_dict
+            whole |= function == "_get_optim_state_dict" and getattr(frame.f_locals.get("info"), "full_state_dict", False)
         frame = frame.f_back
     return found and not whole
 

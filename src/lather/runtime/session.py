@@ -32,7 +32,7 @@ Groups = list[dict[str, Any]]
 State = dict[Tensor, dict[str, Any]]
 
 
-class Settled(NamedTuple):
+class Fixed(NamedTuple):
     """What may not change any more, once a parameter has state."""
 
     structure: tuple[Any, ...]  # options
@@ -45,7 +45,7 @@ class Session:
 
     def __init__(self, process_group: Any, trainers: int | None, stages: int | None, check_ranks: int) -> None:
         self.process_group, self.trainers, self._stages, self._check_ranks = process_group, trainers, stages, check_ranks
-        self._settled: dict[Tensor | tuple[int, int], Settled] = {}  # by parameter, and by its param group and place there
+        self._fixed: dict[Tensor | tuple[int, int], Fixed] = {}  # by parameter, and by its param group and place there
         self._began: Ranks = ()  # the world in which owners were chosen
         self._meet()
         self.reset()
@@ -198,7 +198,7 @@ class Session:
             )
         self._agreed = False
         if started:
-            _refuse_changes(self._kept(state, trainable), self.settings, before, trainable)
+            _refuse_changes(self._fixed_of(state, trainable), self.settings, before, trainable)
             settle_grafts(groups, self.settings)  # of param groups that were added since
         before.finish()
         for group in groups:
@@ -213,11 +213,11 @@ class Session:
         state.update({p: dict(views) for p, views in zip(params, self.run.views, strict=True)})
         self.run.averages.publish(state)
         self._health.keep(self.run.banks)
-        self._settled = {}
+        self._fixed = {}
         for g, i, p in trainable:
-            self._settled[p] = self._settled[g, i] = Settled(self.settings[g].structure, {})
+            self._fixed[p] = self._fixed[g, i] = Fixed(self.settings[g].structure, {})
         for block, place in zip(plan.blocks, plan.owners, strict=True):
-            self._settled[params[block.param]].owners[block.index] = place
+            self._fixed[params[block.param]].owners[block.index] = place
         self._began = world
         self._signature = self._sign(trainable, world)
 
@@ -232,14 +232,14 @@ class Session:
         specs, teams = describe(trainable, groups, self.world(), my_rank(), self.trainers)
         settled: dict[tuple[int, int], int] = {}
         if self.started(state):  # existing state stays where it is
-            kept = enumerate(self._kept(state, trainable))
+            kept = enumerate(self._fixed_of(state, trainable))
             settled = {(n, b): place for n, found in kept if found for b, place in found.owners.items()}
         return make_plan(specs, settings, teams, self._stages, settled), [team.index(my_rank()) for team in teams]
 
-    def _kept(self, state: State, items: Sequence[Item]) -> list[Settled | None]:
+    def _fixed_of(self, state: State, items: Sequence[Item]) -> list[Fixed | None]:
         """What was settled for each parameter that has state. If the user has put a parameter in the place of another, with the
         state of that, it is what was settled for the other one."""
-        return [self._settled.get(p, self._settled.get((g, i)) if p in state else None) for g, i, p in items]
+        return [self._fixed.get(p, self._fixed.get((g, i)) if p in state else None) for g, i, p in items]
 
     def _trainable(self, groups: Groups, state: State, keep: Collection[Tensor] = ()) -> list[Item]:
         """Parameters that may get a gradient, or have taken a step: their state is kept when they are frozen.
@@ -340,7 +340,7 @@ class Session:
     def __getstate__(self) -> dict[str, Any]:
         """What a copy needs. The state itself belongs to the optimizer, and is copied into new banks."""
         self.run.finish()
-        kept = ("trainers", "_stages", "_check_ranks", "_settled", "_began")
+        kept = ("trainers", "_stages", "_check_ranks", "_fixed", "_began")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -377,7 +377,7 @@ def refuse_averages(groups: Groups) -> None:
             )
 
 
-def _refuse_changes(kept: Iterable[Settled | None], settings: Sequence[Settings], run: Run, trainable: Sequence[Item]) -> None:
+def _refuse_changes(kept: Iterable[Fixed | None], settings: Sequence[Settings], run: Run, trainable: Sequence[Item]) -> None:
     """Refuse changes that the state does not survive, of options that decide about it and of shapes."""
     for (g, *_), found in zip(trainable, kept, strict=True):
         now = settings[g].structure

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from ..kernels import has_kernels
 from ..linalg import exact_dtype, from_host
 from ..planning.blocks import Region
 from ..planning.messages import SCALE, Item
 from ..planning.plan import Plan
-from ..roots import has_kernels
 from . import averaging
 from .copies import KernelCopies, Located, Moving
 from .grids import Grid, coalesce
