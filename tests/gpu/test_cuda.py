@@ -16,7 +16,7 @@ from reference import Reference
 
 import lather
 from lather.kernels import has_kernels
-from lather.linalg import is_packed, mode_product, norms, pack, per_slot
+from lather.linalg import is_packed, mode_product, norms, pack, per_slot, unpack
 from lather.roots import directions, polar, products
 from lather.roots.track import _halves
 
@@ -338,6 +338,17 @@ def test_sums_of_halves_are_in_float32(monkeypatch):
     opt, params, given = make(root="eigh")
     assert_agrees(opt, params, given, {}, 5e-3)
     assert torch.backends.cuda.matmul.allow_fp16_accumulation
+
+
+@pytest.mark.parametrize(("factors", "precision", "error"), [("full", "float32", 2e-6), ("packed", "fast", 2e-3)])
+def test_factors_of_several_tiles(factors, precision, error):
+    p = torch.nn.Parameter(torch.zeros(200, 300, device="cuda"))
+    p.grad = g = torch.randn_like(p)
+    opt = lather.Shampoo([p], factors=factors, precision=precision)
+    opt.step()
+    for role, wanted in (("L0.0", g.double() @ g.double().T), ("L1.0", g.double().T @ g.double())):
+        found = unpack(opt.state[p][role][None])[0].double()
+        assert (found - 0.05 * wanted).norm() <= error * 0.05 * wanted.norm()
 
 
 def test_factors_are_packed_by_default():
