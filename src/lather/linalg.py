@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .kernels import has_kernels
+from .kernels.schema import SMALLEST_NORM
 
 ALIGNED = 64  # bytes
 TILE = 64  # side of the tiles that a kernel packs and unpacks
@@ -303,11 +304,11 @@ def largest_eigenvalue(a: Tensor, iterations: int = 8) -> Tensor:
 
 
 def rescale(x: Tensor, like: Tensor, ready: Tensor | None = None) -> Tensor:
-    """Give every slot of ``x`` the norm that it has in ``like``. A zero slot stays zero. One whose norm overflows, or that is not
-    ``ready [n]``, becomes what it is in ``like``."""
+    """Give every slot of ``x`` the norm that it has in ``like``. One whose norm overflows or is below ``SMALLEST_NORM``, or that is
+    not ``ready [n]``, becomes what it is in ``like``. NaN stays NaN."""
     size = norms(x)
-    scaled = x * per_slot(torch.where(size > 0, norms(like) / size, 0), x)
-    fits = size != torch.inf
+    scaled = x * per_slot(norms(like) / size, x)
+    fits = (size >= SMALLEST_NORM) & (size != torch.inf) | size.isnan()
     return torch.where(per_slot(fits if ready is None else fits & ready, x), scaled, like)
 
 

@@ -126,12 +126,12 @@ class Shampoo(torch.optim.Optimizer):
         refuse_flags(given)
         if isinstance(params, torch.nn.Module):
             params = route(params)
-        self._rules: list[tuple[dict[str, Any], str]] = []  # param groups and what made each, for reports; not in checkpoints
+        self._rules: dict[int, str] = {}  # what made each param group, by its id, for reports; not in checkpoints
         trainers = None if num_trainers_per_group is None else whole("num_trainers_per_group", num_trainers_per_group)
         period = check_ranks if check_ranks in (0, 1) else whole("check_ranks", check_ranks)  # True is more than 1
         self._session = Session(process_group, trainers, None if stages is None else whole("stages", stages), period)
         super().__init__(params, {name: given[name] for name in OPTIONS})
-        warn_of_tables(group for group, rule in self._rules if not rule)
+        warn_of_tables(group for group, rule in zip(self.param_groups, self._made(), strict=True) if not rule)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, also between steps; they start at step 0."""
@@ -157,13 +157,11 @@ class Shampoo(torch.optim.Optimizer):
         for name in ("top_lr", "train_mode"):  # left over, if the group comes from another optimizer
             group.pop(name, None)
         averaging.settle(group, train=all(map(averaging.is_training, self.param_groups[:-1])))
-        self._rules.append((group, rule))
+        self._rules[id(group)] = rule
 
     def _made(self) -> list[str]:
-        """What made each param group. Those that were taken out are forgotten."""
-        rules = [next((rule for one, rule in self._rules if one is group), "") for group in self.param_groups]
-        self._rules = list(zip(self.param_groups, rules, strict=True))
-        return rules
+        """What made each param group, also if others were taken out."""
+        return [self._rules.get(id(group), "") for group in self.param_groups]
 
     def _check_parameters(self, group: dict[str, Any]) -> None:
         session = self._session
@@ -317,8 +315,10 @@ class Shampoo(torch.optim.Optimizer):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        self._made()
-        return {**super().__getstate__(), "_session": self._session, "_rules": self._rules}
+        return {**super().__getstate__(), "_session": self._session, "_rules": self._made()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state | {"_rules": dict(zip(map(id, state["param_groups"]), state["_rules"], strict=True))})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shampoo:
         twin = type(self).__new__(type(self))

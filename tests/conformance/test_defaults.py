@@ -103,9 +103,9 @@ def test_options_that_are_not_of_muon() -> None:
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (6, 5, 4), (5, 4, 3, 3)])
-def test_tiny_gradients_move_parameters(shape: tuple[int, ...]) -> None:
-    """Where the norm of a direction overflows, the graft's own is taken."""
-    for size in (1e-4, 1e-8, 1e-12):
+def test_tiny_and_huge_gradients_move_parameters(shape: tuple[int, ...]) -> None:
+    """Where the norm of a direction overflows or vanishes, the graft's own is taken."""
+    for size in (1e-12, 1e-8, 1e-4, 1e5, 1e8, 1e12, 1e16):
         p, noise = torch.nn.Parameter(torch.zeros(shape)), torch.Generator().manual_seed(0)
         opt = lather.Shampoo([p], lr=1.0, graft_eps=1e-30, merge_dims=False)
         for _ in range(4):

@@ -187,11 +187,11 @@ def test_index_tables_of_packed_factors_are_planned() -> None:
 
 
 def test_buffers_of_kernels_are_planned() -> None:
-    """Directions, gradients in two halves of 16 bits padded to whole tiles, filtered gradients where the filter does not remember
-    them, and messages."""
+    """Gradients in two halves of 16 bits, padded to whole tiles, and directions in their place; filtered gradients where the filter
+    does not remember them; and messages."""
     one, numel = lather.plan({"w": (64, 64)}, device="cuda"), 64 * 64
     plain = lather.plan({"w": (64, 64)}, device="cuda", beta3=None)
-    assert plain.scratch_bytes == 4 * numel + 2 * 2 * (numel + SIDE * 64)
+    assert plain.scratch_bytes == 2 * 2 * (numel + SIDE * 64)
     assert one.scratch_bytes == plain.scratch_bytes + 4 * numel
     two = lather.plan({"w": (64, 64)}, device="cuda", ranks=2)
     assert two.scratch_bytes == one.scratch_bytes  # directions move the parameters from where they arrive

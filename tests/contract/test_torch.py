@@ -1012,6 +1012,19 @@ def test_replaced_state_is_taken_over(where: str) -> None:
     assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
 
 
+def test_one_entry_of_the_state_that_is_replaced_is_taken_over() -> None:
+    (p, q), options = (nn.Parameter(torch.ones(4, 3)) for _ in range(2)), {"precondition_frequency": 2}
+    opt, other = lather.Shampoo([p], **options), lather.Shampoo([q], **options)
+    for t in range(8):
+        if t == 4:
+            opt.state[p]["m.0"] = 10 * opt.state[p]["m.0"]
+            other.state[q]["m.0"].mul_(10)
+        for x, o in ((p, opt), (q, other)):
+            set_grads([x], t)
+            o.step()
+    assert torch.equal(p, q)
+
+
 def test_the_default_dtype_and_device_have_no_say() -> None:
     p = nn.Parameter(torch.ones(4, 3))
     opt = lather.Shampoo([p], precondition_frequency=2)

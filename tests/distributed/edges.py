@@ -12,7 +12,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as api
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -440,3 +442,83 @@ def load_refused_on_one_rank(layout: str) -> None:
     with suppress(ValueError):
         run.opt.load_state_dict(state)
     run.advance(4, 4)
+
+
+# What one rank does alone, and gathering.
+
+
+def pair() -> tuple[nn.Module, lather.Shampoo]:
+    """Two layers, of which each rank of two owns one."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"one": nn.Linear(16, 64), "two": nn.Linear(32, 32)})
+    return model, lather.from_adamw(model, lr=0.01)
+
+
+def advance(model: nn.Module, opt: lather.Shampoo, *steps: int) -> None:
+    for step in steps:
+        for name, p in model.named_parameters():
+            p.grad = noise(name, step, p.shape)
+        opt.step()
+
+
+def resume_after_options_changed(path: str, name: str, value: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Who owns what depends on options. A new optimizer has other ones than the checkpoint, and owns what torch reads for it."""
+    model, opt = pair()
+    advance(model, opt, 1)
+    for group in opt.param_groups:
+        group[name] = value
+    advance(model, opt, 2)
+    dcp.save(dict(zip(("model", "opt"), api.get_state_dict(model, opt), strict=True)), checkpoint_id=path)
+    advance(model, opt, 3, 4)
+    whole = [p.detach().clone() for p in model.parameters()]
+    model, opt = pair()
+    state = dict(zip(("model", "opt"), api.get_state_dict(model, opt), strict=True))
+    dcp.load(state, checkpoint_id=path)
+    api.set_state_dict(model, opt, model_state_dict=state["model"], optim_state_dict=state["opt"])
+    advance(model, opt, 3, 4)
+    return whole, list(model.parameters())
+
+
+def save_on_one_rank_first() -> None:
+    """Torch makes state by a step. A rank that has state already does not take it."""
+    model, opt = pair()
+    if dist.get_rank() == 0:
+        opt.state_dict()
+    api.get_state_dict(model, opt)
+    advance(model, opt, 1)
+
+
+def gather_to_themselves() -> None:
+    model, opt = pair()
+    advance(model, opt, 1)
+    opt.consolidate_state_dict(to=dist.get_rank())
+
+
+def gather_other_models() -> None:
+    model, opt = pair()
+    if dist.get_rank() == 1:
+        model["one"].weight.requires_grad_(False)
+    opt.consolidate_state_dict()
+
+
+def monitor_without_gradients_on_one_rank() -> list[int]:
+    """In one step a rank has no gradient at all. It still counts the step, as the others do."""
+    model, opt = pair()
+    records: list[Any] = []
+    lather.Monitor(opt, 2, to=records.append)
+    for step in range(1, 9):
+        advance(model, opt, step) if step != 3 or dist.get_rank() == 0 else (opt.zero_grad(), opt.step())
+    return [record["step"] for record in records]
+
+
+def plain_gradient_on_one_rank() -> None:
+    p = nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh_of(2), [Shard(0)], src_data_rank=None))
+    opt = lather.Shampoo([("weight", p)], **BASE)
+    p.grad = torch.ones(8, 4) if dist.get_rank() == 1 else torch.ones_like(p)
+    opt.step()
+
+
+def step_without_gradients() -> list[Any]:
+    _, opt = pair()
+    opt.step()
+    return [group["graft"] for group in opt.param_groups]

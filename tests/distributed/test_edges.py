@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,13 +188,45 @@ def test_a_pickle_of_another_world(pools: Pools) -> None:
         opt.step()
 
 
+@pytest.mark.parametrize(("name", "value"), [("precondition_frequency", 50), ("root", "minimax")])
+def test_options_that_decide_about_owners_come_from_the_checkpoint(name: str, value: Any, pools: Pools, tmp_path: Path) -> None:
+    for whole, resumed in pools[2].run(edges.resume_after_options_changed, str(tmp_path), name, value, timeout=30):
+        assert all(map(torch.equal, whole, resumed))
+
+
+def test_state_is_made_on_one_rank_before_torch_makes_it_on_all(pools: Pools) -> None:
+    pools[2].run(edges.save_on_one_rank_first, timeout=15)
+
+
+@pytest.mark.parametrize(
+    ("gather", "words"),
+    [(edges.gather_to_themselves, "consolidate_state_dict(to=0) on rank 0"), (edges.gather_other_models, "parameter number 0")],
+)
+def test_ranks_that_gather_different_things(gather: Any, words: str, pools: Pools) -> None:
+    for outcome in pools[2].attempt(gather, timeout=15):
+        assert outcome.error == "ValueError" and words in outcome.message
+
+
+def test_a_step_without_gradients_on_one_rank_is_counted_on_all(pools: Pools) -> None:
+    found = pools[2].run(edges.monitor_without_gradients_on_one_rank, timeout=20)
+    assert found == [[1, 3, 5, 7], []]
+
+
+def test_a_plain_gradient_on_one_rank(pools: Pools) -> None:
+    for outcome in pools[2].attempt(edges.plain_gradient_on_one_rank, timeout=15):
+        assert "weight is a DTensor but its gradient is a plain tensor" in outcome.message
+
+
+def test_a_step_without_gradients_settles_nothing(pools: Pools) -> None:
+    assert {graft for grafts in pools[2].run(edges.step_without_gradients, timeout=15) for graft in grafts} == {"auto"}
+
+
 def test_gathering_to_nobody(pools: Pools) -> None:
     for outcome in pools[2].attempt(edges.gather_to, 7, timeout=15):
         assert outcome.error == "ValueError" and "to=7" in outcome.message
 
 
 def test_gathering_to_a_rank_without_some_parameters(pools: Pools) -> None:
-    first, *others = pools[4].attempt(edges.gather_from_other_ranks, 0, timeout=15)
-    assert first.error == "ValueError" and "does not store parameter few" in first.message
-    assert not any(outcome.error for outcome in others)
+    for outcome in pools[4].attempt(edges.gather_from_other_ranks, 0, timeout=15):
+        assert outcome.error == "ValueError" and "does not store parameter few" in outcome.message
     assert not any(outcome.error for outcome in pools[4].attempt(edges.gather_from_other_ranks, 2, timeout=15))

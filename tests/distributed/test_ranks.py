@@ -59,6 +59,13 @@ def test_replicas_stay_equal_if_a_gradient_is_missing(options: cases.Options, po
     cases.assert_same(*pools[2].run(cases.gradients_on_one_rank, "ddp2", options, timeout=20))
 
 
+@pytest.mark.parametrize("kind", ["schedule_free", "gpa"])
+def test_averages_do_not_go_on_if_a_gradient_is_missing(kind: str, pools: Pools) -> None:
+    """The weight of a step goes by a rank's own gradient, so replicas would drift apart."""
+    options = {"averaging": kind, "momentum": 0.0}
+    refused(pools[2].attempt(cases.gradients_on_one_rank, "ddp2", options, timeout=20), "whether scalar has a gradient")
+
+
 @pytest.mark.parametrize("probed", [False, True])
 def test_weights_that_differ_in_the_first_step(probed: bool, pools: Pools) -> None:
     """Not before it: torch's checkpoint code makes state by a step that is none, and then loads the weights."""

@@ -279,6 +279,18 @@ def test_the_filter_changes_between_steps(options):
     assert_close(params, twin.params)
 
 
+@pytest.mark.parametrize("size", [1e-12, 1e8, 1e16])
+def test_tiny_and_huge_gradients_move_parameters(size):
+    """Where the norm of a direction overflows or vanishes, the graft's own is taken."""
+    shapes = [(8, 6), (6, 5, 4)]
+    params = parameters(shapes)
+    opt = lather.Shampoo(params, **NOW | {"lr": 1.0, "graft_eps": 1e-30, "merge_dims": False})
+    for step in range(1, 5):
+        before = [p.detach().clone() for p in params]
+        take(opt, params, [size * grad for grad in gradients(step, shapes)])
+        assert all(0.1 < (p - old).square().mean().sqrt() < 10 for p, old in zip(params, before, strict=True))
+
+
 def test_an_element_without_a_finite_direction_stays():
     """As where directions travel: a root that overflows on a gradient does not spoil the weights."""
     params = parameters([(8, 8)])

@@ -18,6 +18,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+SMALLEST_NORM = 2.0**-50  # of a preconditioned direction in float32: squares of the elements of smaller ones may vanish
+
 
 def position(table: type[NamedTuple], name: str) -> int:
     """The column of a table, or the row of a table that has one row per field.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .schema import Corrections, FactorJob, Moment, Numbers, RankOne, SlotTable, ThinChunk, ThinFactor, Tile
+from .schema import SMALLEST_NORM, Corrections, FactorJob, Moment, Numbers, RankOne, SlotTable, ThinChunk, ThinFactor, Tile
 from .tiles import LOW, ONE_BY_ONE, at_offset, columns, elements, in_state, in_tensor, low_half, moved, width
 
 GRADIENT_SIGN, COUPLED_DECAY = columns(Numbers, "gradient_sign", "coupled_decay")
@@ -45,6 +45,7 @@ FIRST_STRIDE, SECOND_STRIDE, THIRD_STRIDE = columns(RankOne, "first_stride", "se
 
 STORED, RANK_ONE = tl.constexpr(int(Moment.STORED)), tl.constexpr(int(Moment.RANK_ONE))
 TINY = tl.constexpr(2.0**-126)  # the smallest normal number
+SMALLEST = tl.constexpr(SMALLEST_NORM)
 
 
 @triton.jit
@@ -302,7 +303,8 @@ def choose(
     GRAFT: tl.constexpr, HALVED: tl.constexpr, RMS: tl.constexpr, LINEAR: tl.constexpr, UNIFORM: tl.constexpr,
     ROOT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``gain[slot]`` multiplies the preconditioned direction. Negative: it multiplies the graft's. NaN: the slot skips the step.
+    """``gain[slot]`` multiplies the preconditioned direction. Negative: it multiplies the graft's, as it does if the norm of the
+    preconditioned one overflows or is less than ``SMALLEST``. NaN: the slot skips the step, or its direction is not finite.
 
     ``HALVED``: the preconditioned direction has to be multiplied by ``back[slot]``, which a graft does not notice. ``RMS``: the
     root mean square that the graft gives a direction, or 0 if it has a length of its own. ``LINEAR``: the bias of the filtered
@@ -323,8 +325,8 @@ def choose(
         value *= tl.load(back + slot)
     if GRAFT:
         size = tl.sqrt(_total(partial, slots, slot, n, BLOCK))
-        value = tl.where(size > 0, target / size, 0.0)
-        value = tl.where(size != float("inf"), value, instead)  # the norm has overflowed
+        value = target / size  # NaN stays NaN
+        value = tl.where((size < SMALLEST) | (size == float("inf")), instead, value)
     root = tl.load(slots + ROOT_ADDRESS * n + slot)
     first_element = tl.load(root.to(tl.pointer_type(ROOT)), root != 0, 0.0)  # positive once the root has been computed
     value = tl.where((tl.load(started + slot) != 0) & (first_element > 0), value, instead)

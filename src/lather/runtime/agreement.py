@@ -43,6 +43,7 @@ class Intent:
     world: Callable[[], Ranks]  # of the process group; a function, because a plain step should not list thousands of ranks
     everyone: Callable[[], Ranks]
     process_group: Any
+    call: str  # the method that was called
     recorded: bool  # whether the step is
     error: Exception | None
 
@@ -77,7 +78,8 @@ class Claim:
 
 @final
 class Agreement:
-    """Every step of several ranks begins with it: they compare a hash of what each is about to do, in one small all-reduce.
+    """Every step of several ranks begins with it, and so does gathering their state: they compare a hash of what each is about to
+    do, in one small all-reduce.
 
     An answer on the host is read at once. One on a device is read before the next step, so that a plain step does not wait for it.
     Only a rank with a new plan waits, because its collectives may not match those of the others.
@@ -89,7 +91,7 @@ class Agreement:
         self.strict = False  # whether some rank has on_nonfinite="raise"
         self.loads = 0  # checkpoints that were loaded, or refused
         self._given = given
-        self._calls, self._loads = 0, 0  # calls of step(), and loads before the last one
+        self._calls, self._loads = 0, 0  # agreements so far, and loads before the last one
         self._due, self._compared = True, False  # whether values are to be compared in this step, and whether they ever were
         self._plan: Plan | None = None  # the last one that ranks agreed on, and the phases of its steps
         self._phases: Sequence[Phase] = ()
@@ -105,7 +107,7 @@ class Agreement:
             self._hear(_arrived(answer), intent)
         period = int(self._given["check_ranks"])
         self._due = not self._compared or (period > 0 and calls % period == 0)
-        if not self._vote(intent, together=self._due or self.strict):
+        if not self._vote(intent, together=self._due or self.strict or intent.call != "step()"):
             return False
         if error is not None or run.plan is not self._plan:
             peers = find_peers(intent.groups, intent.world(), intent.everyone(), intent.process_group)
@@ -155,15 +157,17 @@ class Agreement:
             self._claimed = run.plan
         thorough = self._given["check_ranks"] is True
         for claim in self._claims:
-            told = {"the number of calls of step()": str(self._calls), "the number of calls of load_state_dict": str(self.loads)}
+            told = {"what is called": intent.call, "the number of calls of step()": str(self._calls)}
+            told |= {"the number of calls of load_state_dict": str(self.loads)}
             told |= {f"lr of param group {g}": _rate(intent.groups[g]["lr"], self._due) for g in claim.groups}
             told |= {f"train mode of param group {g}": str(is_training(intent.groups[g])) for g in claim.groups}
             if thorough or self._calls == 1:
                 told["recording this step (lather.Monitor, opt.arm())"] = str(intent.recorded)
             if thorough or self.loads != self._loads:
                 told |= {f"the step of parameter {run.name_of(i)}": str(run.steps[i]) for i in claim.members}
-            if thorough:
-                told |= {f"whether {run.name_of(i)} has a gradient": str(run.params[i].grad is not None) for i in claim.members}
+            # An average takes a step in with a weight that goes by this rank's own gradient.
+            watched = [i for i in claim.members if thorough or intent.settings[run.plan.specs[i].group].averaging]
+            told |= {f"whether {run.name_of(i)} has a gradient": str(run.params[i].grad is not None) for i in watched}
             claim.settings, claim.step = [intent.settings[g] for g in claim.groups], told
 
     def _hear(self, answer: Sequence[int], intent: Intent) -> None:

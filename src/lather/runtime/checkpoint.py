@@ -355,6 +355,17 @@ def collect(
 # Callers that want what this rank has, by module and function: torch, which writes checkpoints of all ranks together, and
 # accelerate, which puts it back at once.
 TAKERS_OF_PARTS = (("torch.distributed.checkpoint", None), ("accelerate.optimizer", "__init__"))
+TORCHS = "torch.distributed.checkpoint.state_dict"
+
+
+def is_probe() -> bool:
+    """Whether the call comes from torch's checkpoint code, which allocates state by a step with zero gradients."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_init_optim_state" and frame.f_globals.get("__name__") == TORCHS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_for_parts() -> bool:
@@ -378,10 +389,11 @@ def is_for_parts() -> bool:
 def warn_of_parts() -> None:
     """Warn that a state lacks the blocks of other ranks."""
     warnings.warn(
-        "this state_dict() has only the blocks that this rank owns, so a file of it cannot be loaded. Call "
+        "this state_dict() has only the blocks that this rank owns, so no other rank can load a file of it. Call "
         "opt.consolidate_state_dict() on all ranks before it, and save the state of rank 0. With accelerate use "
         "lather.integrations.accelerate.register(accelerator), with transformers' Trainer put "
-        "lather.integrations.transformers.Callback() at the end of its callbacks",
+        "lather.integrations.transformers.Callback() at the end of its callbacks, and if another trainer calls state_dict() on "
+        "all ranks, use opt.register_state_dict_pre_hook(lambda opt: opt.consolidate_state_dict())",
         stacklevel=4,  # the line that called opt.state_dict()
     )
 

@@ -135,10 +135,11 @@ class Run:
     # State.
 
     def is_replaced(self, state: Entries, thorough: bool) -> bool:
-        """Whether the user has replaced tensors of the state, as by ``v.to(device)``. ``thorough``: look at all, not only two."""
+        """Whether the user has replaced tensors of the state, as by ``v.to(device)``. ``thorough``: look at those of all
+        parameters, not only of two."""
         every = 1 if thorough else max(1, len(self.params) - 1)
         some = zip(self.params[::every], self.views[::every], strict=True)
-        return any(state.get(p, {}).get(k) is not views[k] for p, views in some for k in (views if thorough else ("step",)))
+        return any(state.get(p, {}).get(k) is not view for p, views in some for k, view in views.items())
 
     def load(self, entries: Entries, groups: Groups, settings: Sequence[Settings]) -> None:
         """Copy a checkpoint into the live state. Averaged parameters then hold what their mode calls for."""

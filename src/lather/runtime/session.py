@@ -64,6 +64,7 @@ class Session:
         self.armed: Callable[[], Sequence[str]] | None = None
         self.record: Record | None = None  # of the last step that was
         self._health = Health()
+        self.count = 0  # steps taken, as many on all ranks
         self._signature: Any = None  # what the run was built for
         self._glance: Any = None  # what :meth:`_look` saw last
         self._agreed = False  # whether ranks have compared the plan
@@ -73,17 +74,21 @@ class Session:
     def begin(self, groups: Groups, state: State) -> Step | None:
         """Prepare a step. None if there is nothing to do."""
         self.consolidated = None
-        if not self._prepare_together(groups, state):
+        if not self.count and checkpoint.is_probe():  # alone: ranks that have state already do not take this step
+            self.prepare(groups, state)
+            return None
+        grads = self._prepare_together(groups, state)
+        if grads is None:
             if self.armed is not None:  # the others may gather what they record
                 self.record, self.armed = Record({}, [], ()), None
             return None
-        run, grads = self.run, self.run.gradients()
+        run = self.run
         rates = [rate_of(group, settings) for group, settings in zip(groups, self.settings, strict=True)]
         if (not grads and not self._agreement.peers.comms) or self._is_probe(grads, groups):
             return None
         if self._agreement.peers.comms:
             self._agreement.compare_values(run, self.world)
-        refuse_averages(groups)  # not before: torch's probe may come in eval mode
+        refuse_averages(groups)  # not before: a probe may come in eval mode
         if self._agreement.strict:
             refuse_nonfinite(grads, run, self.settings, self._agreement.peers)
         step = run.begin(grads, self.settings, rates, groups)
@@ -91,11 +96,6 @@ class Session:
             return step
         self.record, self.armed = Record(step.stored.params, run.plan.specs, self.armed()), None
         return replace(step, record=self.record)
-
-    @property
-    def count(self) -> int:
-        """Steps taken, by the parameter that took most."""
-        return max(self.run.steps, default=0)
 
     def metrics(self, by: str, gather: bool) -> dict[str, dict[str, Any]]:
         """What the last step that was armed did."""
@@ -106,11 +106,13 @@ class Session:
     def end(self, step: Step, groups: Groups) -> None:
         """Count a step that is done, and report its failures."""
         self.run.end(step)
-        settle_grafts(groups, self.settings)
+        self.count += 1
+        if any(self.run.steps):
+            settle_grafts(groups, self.settings)
         self._health.report(self.run, self.settings, alone=not self._agreement.peers.comms)
 
     def _is_probe(self, grads: Mapping[int, Tensor], groups: Groups) -> bool:
-        """Whether this is torch's checkpoint code, which allocates state by a first step with zero learning rates and gradients."""
+        """Whether somebody allocates state by a first step with zero learning rates and gradients, as torch does."""
         if any(self.run.steps) or not all(number(group["lr"]) == 0 for group in groups):
             return False
         return not self._agreement.peers.any(any(bool(grad.any()) for grad in grads.values()))
@@ -121,20 +123,27 @@ class Session:
 
     # Agreement.
 
-    def _prepare_together(self, groups: Groups, state: State) -> bool:
-        """Prepare, and compare with the other ranks. If one rank fails, all raise. False if this rank has to miss the step."""
-        error = None
+    def _prepare_together(self, groups: Groups, state: State) -> Mapping[int, Tensor] | None:
+        """Prepare a step, and compare it with those of the other ranks. If one rank fails, all raise. Returns this rank's
+        gradients; None if it has to miss the step."""
+        error: Exception | None = None
+        grads: Mapping[int, Tensor] = {}
         try:
-            self.prepare(groups, state)
-            self.run.refuse_sparse()
-            if any(self.run.steps):
+            run = self.prepare(groups, state)
+            run.refuse_sparse()
+            grads = run.gradients()
+            if any(run.steps):
                 refuse_averages(groups)
         except Exception as e:
             error = e
-        if error is None and self._agreed and not self._agreement.peers.comms:
-            return True
-        recorded, worlds = self.armed is not None, (self.world, partial(all_ranks, None), self.process_group)
-        intent = Intent(self.run, groups, self.settings, *worlds, recorded, error)
+        if (error is None and self._agreed and not self._agreement.peers.comms) or self._agree(groups, "step()", error):
+            return grads
+        return None
+
+    def _agree(self, groups: Groups, call: str, error: Exception | None) -> bool:
+        """Compare what ranks are about to do. Raises on all ranks or on none. False if this rank has to miss the step."""
+        worlds = self.world, partial(all_ranks, None), self.process_group
+        intent = Intent(self.run, groups, self.settings, *worlds, call, self.armed is not None, error)
         self._agreed = self._agreement.reach(intent)
         return self._agreed
 
@@ -143,11 +152,13 @@ class Session:
 
     # Building.
 
-    def prepare(self, groups: Groups, state: State, *, thorough: bool = False, keep: Collection[Tensor] = ()) -> Run:
+    def prepare(
+        self, groups: Groups, state: State, *, thorough: bool = False, keep: Collection[Tensor] = (), hold: bool = False
+    ) -> Run:
         """Update run and state to the parameters and options. On nearly every call there is nothing to do.
 
         ``thorough``: also look at every tensor of the state, and wait for the background. ``keep``: parameters to be planned even
-        if they are frozen.
+        if they are frozen. ``hold``: blocks stay with their owners, as they do once training has begun.
         """
         if thorough:
             self.run.finish()
@@ -166,7 +177,7 @@ class Session:
         self.run.storage_changed()
         trainable = self._trainable(groups, state, keep)
         if self._sign(trainable, world) != self._signature:
-            self._rebuild(groups, state, trainable, world)
+            self._rebuild(groups, state, trainable, world, hold)
             glance = None
         self._glance = glance
         return self.run
@@ -188,7 +199,7 @@ class Session:
         facts = [(id(p), p.device, p.dtype, grad_dtype(p), p.shape, p.stride(), p.is_cuda and is_regular(p)) for p in params]
         return facts, [settings.signature for settings in self.settings], world
 
-    def _rebuild(self, groups: Groups, state: State, trainable: Sequence[Item], world: Ranks) -> None:
+    def _rebuild(self, groups: Groups, state: State, trainable: Sequence[Item], world: Ranks, hold: bool) -> None:
         started, before = self.started(state), self.run
         training = all(averaging.is_training(group) for group in groups if group["averaging"] is not None)
         if started and self._began != world:
@@ -203,7 +214,7 @@ class Session:
         before.finish()
         for group in groups:
             averaging.settle(group, train=training)
-        plan, places = self._make_plan(groups, state, trainable, self.settings)
+        plan, places = self._make_plan(groups, state, trainable, self.settings, hold)
         params = [p for *_, p in trainable]
         check_memory(plan, places, {spec.device: p.device for spec, p in zip(plan.specs, params, strict=True)})
         old = {p: state[p] for p in params if p in state} if started else {}
@@ -219,6 +230,7 @@ class Session:
         for block, place in zip(plan.blocks, plan.owners, strict=True):
             self._fixed[params[block.param]].owners[block.index] = place
         self._began = world
+        self.count = max([self.count, *self.run.steps])
         self._signature = self._sign(trainable, world)
 
     def plan(self, groups: Groups, state: State) -> tuple[Plan, list[int]]:
@@ -226,12 +238,12 @@ class Session:
         return self._make_plan(groups, state, self._trainable(groups, state), [resolve(group) for group in groups])
 
     def _make_plan(
-        self, groups: Groups, state: State, trainable: Sequence[Item], settings: Sequence[Settings]
+        self, groups: Groups, state: State, trainable: Sequence[Item], settings: Sequence[Settings], hold: bool = False
     ) -> tuple[Plan, list[int]]:
-        """The plan, and this rank's place in every team."""
+        """The plan, and this rank's place in every team. Once training has begun, or with ``hold``, blocks keep their owners."""
         specs, teams = describe(trainable, groups, self.world(), my_rank(), self.trainers)
         settled: dict[tuple[int, int], int] = {}
-        if self.started(state):  # existing state stays where it is
+        if hold or self.started(state):  # existing state stays where it is
             kept = enumerate(self._fixed_of(state, trainable))
             settled = {(n, b): place for n, found in kept if found for b, place in found.owners.items()}
         return make_plan(specs, settings, teams, self._stages, settled), [team.index(my_rank()) for team in teams]
@@ -279,10 +291,16 @@ class Session:
 
     def consolidate(self, groups: Groups, state: State, to: int) -> None:
         """Bring the whole state to one rank. A collective."""
-        run, world = self.prepare(groups, state, thorough=True), self.world()
-        known = {rank for p in run.params for rank in layout_of(p, world)[0]}
-        if run.params and to not in known:
-            raise ValueError(f"to={to} does not store these parameters; use one of the ranks {sorted(known)}")
+        error = None
+        try:
+            run, world = self.prepare(groups, state, thorough=True), self.world()
+            known = {rank for p in run.params for rank in layout_of(p, world)[0]}
+            if run.params and to not in known:
+                raise ValueError(f"to={to} does not store these parameters; use one of the ranks {sorted(known)}")
+        except Exception as e:
+            error = e
+        self._agree(groups, f"consolidate_state_dict(to={to})", error)
+        run = self.run
         views = run.averages.complete(run.steps, groups)
         gathered = checkpoint.collect(run.plan, run.banks, views, run.comms, my_rank(), to)
         every = [(p, name_of(group, g, i)) for g, group in enumerate(groups) for i, p in enumerate(group["params"])]
@@ -300,7 +318,7 @@ class Session:
         Everything that can be wrong with it is checked first. If there is no memory for new state, all is put back.
         """
         self._agreement.loads += 1  # also if it is refused: other ranks may have loaded it
-        saved, entries = self._fitting(groups, state, state_dict)
+        saved, entries, hold = self._fitting(groups, state, state_dict)
         run = self.run
         changing: list[dict[Any, Any]] = [vars(self), vars(run), *map(vars, run.banks), *run.views, *groups, *state.values()]
         changing.append(state)
@@ -308,8 +326,9 @@ class Session:
         try:
             for mine, theirs in zip(groups, saved, strict=True):
                 mine.update(theirs)
-            run = self.prepare(groups, state, thorough=True, keep=entries)
+            run = self.prepare(groups, state, thorough=True, keep=entries, hold=hold)
             run.load(entries, groups, self.settings)
+            self.count = max(run.steps, default=0)
             run.averages.publish(state)
         except BaseException:
             for each, was in zip(changing, before, strict=True):
@@ -321,8 +340,9 @@ class Session:
         if run.comms:
             checkpoint.warn_of_blanks(run.banks, run.steps, run.name_of)
 
-    def _fitting(self, groups: Groups, state: State, state_dict: Mapping[str, Any]) -> tuple[Groups, Entries]:
-        """The param groups and the state by parameter of a checkpoint. Raises if they do not fit, and changes nothing."""
+    def _fitting(self, groups: Groups, state: State, state_dict: Mapping[str, Any]) -> tuple[Groups, Entries, bool]:
+        """The param groups and the state by parameter of a checkpoint, and whether that is only this rank's part of it, as
+        torch.distributed.checkpoint reads it: then blocks keep their owners. Raises if they do not fit, and changes nothing."""
         saved_state, saved = checkpoint.upgraded(state_dict)
         checkpoint.check_groups(saved, groups, started=self.started(state))
         ids = checkpoint.ids_by_name(saved, groups)
@@ -332,10 +352,12 @@ class Session:
         params = [p for group in groups for p in group["params"]]
         entries = {p: saved_state.get(i, {}) for p, i in zip(params, ids, strict=True)}
         trainable = self._trainable(groups, state, {p for p, entry in entries.items() if entry})
-        plan, places = self._make_plan(saved, state, trainable, [resolve(group) for group in saved])
         entries = {p: entries[p] for *_, p in trainable}
+        views = dict(zip(self.run.params, self.run.views, strict=True))
+        hold = bool(self.run.comms) and all(entry.keys() <= views.get(p, {}).keys() for p, entry in entries.items())
+        plan, places = self._make_plan(saved, state, trainable, [resolve(group) for group in saved], hold)
         checkpoint.check_states(list(entries.values()), plan, places)
-        return saved, entries
+        return saved, entries, hold
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy needs. The state itself belongs to the optimizer, and is copied into new banks."""
