@@ -51,7 +51,7 @@ def route(
 
     >>> import torch, lather
     >>> model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 24), torch.nn.LayerNorm(24))
-    >>> opt = lather.from_adamw(lather.route(model, [(r"^1\\.weight", {"split": 3})]), lr=3e-4, weight_decay=0.1)
+    >>> opt = lather.from_adamw(lather.route(model, [(r"^1\\.weight", {"split": 3})]), lr=1.2e-3, weight_decay=0.1)
     >>> for row in opt.plan().params:
     ...     print(row.name, row.method, row.blocks, row.rule)
     1.weight shampoo 3 rule 1: ^1\\.weight

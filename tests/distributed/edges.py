@@ -447,11 +447,11 @@ def load_refused_on_one_rank(layout: str) -> None:
 # What one rank does alone, and gathering.
 
 
-def pair() -> tuple[nn.Module, lather.Shampoo]:
+def pair(**options: Any) -> tuple[nn.Module, lather.Shampoo]:
     """Two layers, of which each rank of two owns one."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"one": nn.Linear(16, 64), "two": nn.Linear(32, 32)})
-    return model, lather.from_adamw(model, lr=0.01)
+    return model, lather.from_adamw(model, lr=0.01, **options)
 
 
 def advance(model: nn.Module, opt: lather.Shampoo, *steps: int) -> None:
@@ -461,9 +461,9 @@ def advance(model: nn.Module, opt: lather.Shampoo, *steps: int) -> None:
         opt.step()
 
 
-def resume_after_options_changed(path: str, name: str, value: Any) -> tuple[list[Tensor], list[Tensor]]:
+def resume_after_options_changed(path: str, name: str, value: Any, options: Options) -> tuple[list[Tensor], list[Tensor]]:
     """Who owns what depends on options. A new optimizer has other ones than the checkpoint, and owns what torch reads for it."""
-    model, opt = pair()
+    model, opt = pair(**options)
     advance(model, opt, 1)
     for group in opt.param_groups:
         group[name] = value
@@ -471,7 +471,7 @@ def resume_after_options_changed(path: str, name: str, value: Any) -> tuple[list
     dcp.save(dict(zip(("model", "opt"), api.get_state_dict(model, opt), strict=True)), checkpoint_id=path)
     advance(model, opt, 3, 4)
     whole = [p.detach().clone() for p in model.parameters()]
-    model, opt = pair()
+    model, opt = pair(**options)
     state = dict(zip(("model", "opt"), api.get_state_dict(model, opt), strict=True))
     dcp.load(state, checkpoint_id=path)
     api.set_state_dict(model, opt, model_state_dict=state["model"], optim_state_dict=state["opt"])
@@ -501,13 +501,53 @@ def gather_other_models() -> None:
     opt.consolidate_state_dict()
 
 
+def gather_while_others_step(late: bool) -> None:
+    model, opt = pair()
+    advance(model, opt, 1, 2)
+    with cases.answers_on_a_device(late):
+        for step in (3, 4):
+            if dist.get_rank() == 1 and step == 3:
+                opt.consolidate_state_dict()
+            advance(model, opt, step)
+
+
+def gather_with_a_gradient_on_one_rank() -> None:
+    """As between steps of accumulation."""
+    model, opt = pair(averaging="schedule_free", betas=(0.0, 0.95))
+    advance(model, opt, 1)
+    opt.zero_grad()
+    model["one"].weight.grad = torch.ones(64, 16) if dist.get_rank() == 1 else None
+    opt.consolidate_state_dict()
+
+
+def drift_between_gatherings() -> None:
+    """Gatherings do not take the turns of comparisons."""
+    model, opt = pair(check_ranks=2)
+    opt.consolidate_state_dict()
+    for step in range(1, 8):
+        if step == 3 and dist.get_rank() == 1:
+            with torch.no_grad():
+                model["one"].weight.add_(1)
+        advance(model, opt, step)
+        opt.consolidate_state_dict()
+
+
+def monitor_on_one_rank_after_gathering() -> None:
+    model, opt = pair()
+    opt.consolidate_state_dict()
+    if dist.get_rank() == 0:
+        lather.Monitor(opt, 100, to=lambda record: None)
+    advance(model, opt, 1, 2)
+
+
 def monitor_without_gradients_on_one_rank() -> list[int]:
-    """In one step a rank has no gradient at all. It still counts the step, as the others do."""
+    """In one step a rank has no gradient at all. It still counts the step, as the others do, and so does a copy."""
     model, opt = pair()
     records: list[Any] = []
     lather.Monitor(opt, 2, to=records.append)
     for step in range(1, 9):
         advance(model, opt, step) if step != 3 or dist.get_rank() == 0 else (opt.zero_grad(), opt.step())
+    assert copy.deepcopy(opt)._session.count == opt._session.count == 8
     return [record["step"] for record in records]
 
 

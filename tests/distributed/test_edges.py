@@ -188,9 +188,21 @@ def test_a_pickle_of_another_world(pools: Pools) -> None:
         opt.step()
 
 
-@pytest.mark.parametrize(("name", "value"), [("precondition_frequency", 50), ("root", "minimax")])
-def test_options_that_decide_about_owners_come_from_the_checkpoint(name: str, value: Any, pools: Pools, tmp_path: Path) -> None:
-    for whole, resumed in pools[2].run(edges.resume_after_options_changed, str(tmp_path), name, value, timeout=30):
+@pytest.mark.parametrize(
+    ("name", "value", "options"),
+    [
+        ("precondition_frequency", 50, {}),
+        ("root", "minimax", {}),
+        ("precondition_frequency", 50, {"averaging": "gpa"}),
+        ("precondition_frequency", 50, {"averaging": "schedule_free", "betas": (0.0, 0.95)}),
+    ],
+    ids=str,
+)
+def test_options_that_decide_about_owners_come_from_the_checkpoint(
+    name: str, value: Any, options: cases.Options, pools: Pools, tmp_path: Path
+) -> None:
+    arguments = str(tmp_path), name, value, options
+    for whole, resumed in pools[2].run(edges.resume_after_options_changed, *arguments, timeout=30):
         assert all(map(torch.equal, whole, resumed))
 
 
@@ -204,6 +216,28 @@ def test_state_is_made_on_one_rank_before_torch_makes_it_on_all(pools: Pools) ->
 )
 def test_ranks_that_gather_different_things(gather: Any, words: str, pools: Pools) -> None:
     for outcome in pools[2].attempt(gather, timeout=15):
+        assert outcome.error == "ValueError" and words in outcome.message
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_gathering_on_one_rank_alone(late: bool, pools: Pools) -> None:
+    for outcome in pools[2].attempt(edges.gather_while_others_step, late, timeout=15):
+        assert outcome.error == "ValueError" and "what is called: step() on rank 0 but consolidate" in outcome.message
+
+
+def test_gathering_does_not_ask_for_gradients(pools: Pools) -> None:
+    pools[2].run(edges.gather_with_a_gradient_on_one_rank, timeout=15)
+
+
+@pytest.mark.parametrize(
+    ("play", "words"),
+    [
+        (edges.drift_between_gatherings, "bits of parameter one.weight"),
+        (edges.monitor_on_one_rank_after_gathering, "lather.Monitor"),
+    ],
+)
+def test_gathering_takes_no_turn_of_steps(play: Any, words: str, pools: Pools) -> None:
+    for outcome in pools[2].attempt(play, timeout=15):
         assert outcome.error == "ValueError" and words in outcome.message
 
 

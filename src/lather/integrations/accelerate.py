@@ -22,7 +22,7 @@ def register(accelerator: Any) -> Any:
     >>> accelerator = Accelerator(cpu=True)
     >>> handle = register(accelerator)
     >>> model = torch.nn.Linear(8, 4)
-    >>> model, opt = accelerator.prepare(model, lather.from_adamw(model, lr=3e-4))
+    >>> model, opt = accelerator.prepare(model, lather.from_adamw(model, lr=1.2e-3))
     """
     if is_full_fsdp(accelerator.state):
         raise ValueError(

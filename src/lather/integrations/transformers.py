@@ -92,7 +92,7 @@ class OptimizerFactory:
 
     >>> import torch
     >>> from lather.integrations.transformers import OptimizerFactory
-    >>> kwargs = {"preset": "from_adamw", "lr": 3e-4, "weight_decay": 0.1}
+    >>> kwargs = {"preset": "from_adamw", "lr": 1.2e-3, "weight_decay": 0.1}
     >>> model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 8))
     >>> [row.method for row in OptimizerFactory()(model, **kwargs).plan().params]
     ['shampoo', 'adam', 'adam']

@@ -21,6 +21,7 @@ from .ranks import MADE, PARAMETER, PLAN, Comm, Facts, Peers, Ranks, difference,
 from .run import Phase, Run, in_turn
 
 ALARM = 10  # steps between looks at the failures of all ranks
+STEP = "step()"
 
 
 def find_peers(groups: Groups, world: Ranks, everyone: Ranks, given: Any) -> Peers:
@@ -91,7 +92,7 @@ class Agreement:
         self.strict = False  # whether some rank has on_nonfinite="raise"
         self.loads = 0  # checkpoints that were loaded, or refused
         self._given = given
-        self._calls, self._loads = 0, 0  # agreements so far, and loads before the last one
+        self._calls, self._loads = 0, 0  # calls of step(), and loads before the last agreement
         self._due, self._compared = True, False  # whether values are to be compared in this step, and whether they ever were
         self._plan: Plan | None = None  # the last one that ranks agreed on, and the phases of its steps
         self._phases: Sequence[Phase] = ()
@@ -102,12 +103,13 @@ class Agreement:
     def reach(self, intent: Intent) -> bool:
         """Compare what ranks are about to do. Raises on all ranks or on none. False if this rank has to miss the step."""
         run, error, calls = intent.run, intent.error, self._calls
-        answer, self._answer, self._calls = self._answer, None, calls + 1
+        answer, self._answer = self._answer, None
+        self._calls += intent.call == STEP
         if answer is not None:  # to the vote before the last step
             self._hear(_arrived(answer), intent)
         period = int(self._given["check_ranks"])
         self._due = not self._compared or (period > 0 and calls % period == 0)
-        if not self._vote(intent, together=self._due or self.strict or intent.call != "step()"):
+        if not self._vote(intent, together=self._due or self.strict):
             return False
         if error is not None or run.plan is not self._plan:
             peers = find_peers(intent.groups, intent.world(), intent.everyone(), intent.process_group)
@@ -133,16 +135,20 @@ class Agreement:
         for comm in self.peers.comms:
             comm.check_alive()
         self._claim(intent)
-        alarm = too_many(intent.run.banks, intent.settings) if self._calls % ALARM == 0 else None
+        stepping = intent.call == STEP
+        alarm = too_many(intent.run.banks, intent.settings) if stepping and self._calls % ALARM == 0 else None
         answer = self.peers.vote([claim.digest for claim in self._claims], alarm, strict)
         if together or not _is_late(answer):
             self._hear(answer.tolist(), intent)
             return True
         self._answer = to_host(answer)
-        if (intent.error is None and intent.run.plan is self._plan) or not is_trouble(_arrived(self._answer)):
+        if (stepping and intent.error is None and intent.run.plan is self._plan) or not is_trouble(_arrived(self._answer)):
             return True
-        for phase in self._phases:  # the others are in this step, and hear of it before the next one
+        for phase in self._phases:  # others may be in this step, and hear of it before the next one
             phase(None)
+        if not stepping:
+            answer, self._answer = self._answer, None
+            self._hear(_arrived(answer), intent)
         return False
 
     def _claim(self, intent: Intent) -> None:
@@ -161,12 +167,11 @@ class Agreement:
             told |= {"the number of calls of load_state_dict": str(self.loads)}
             told |= {f"lr of param group {g}": _rate(intent.groups[g]["lr"], self._due) for g in claim.groups}
             told |= {f"train mode of param group {g}": str(is_training(intent.groups[g])) for g in claim.groups}
-            if thorough or self._calls == 1:
+            if thorough or not self._compared:
                 told["recording this step (lather.Monitor, opt.arm())"] = str(intent.recorded)
             if thorough or self.loads != self._loads:
                 told |= {f"the step of parameter {run.name_of(i)}": str(run.steps[i]) for i in claim.members}
-            # An average takes a step in with a weight that goes by this rank's own gradient.
-            watched = [i for i in claim.members if thorough or intent.settings[run.plan.specs[i].group].averaging]
+            watched = [i for i in claim.members if thorough or _weighs(intent, i)] if intent.call == STEP else []
             told |= {f"whether {run.name_of(i)} has a gradient": str(run.params[i].grad is not None) for i in watched}
             claim.settings, claim.step = [intent.settings[g] for g in claim.groups], told
 
@@ -230,6 +235,12 @@ def make_claim(run: Run, world: Ranks, ranks: Ranks, given: Mapping[str, Any]) -
 
 def _packs(plan: Plan, group: int, params: Iterable[int]) -> list[bool]:
     return sorted({plan.settings[group].packs(plan.specs[i].device) for i in params if plan.specs[i].group == group})
+
+
+def _weighs(intent: Intent, i: int) -> bool:
+    """Whether an average goes by this rank's own gradient: each begins by it, and that of Schedule-Free weighs every step by it."""
+    found = intent.settings[intent.run.plan.specs[i].group].averaging
+    return found is not None and (found.kind == "schedule_free" or not intent.run.steps[i])
 
 
 def _rate(lr: Any, read: bool) -> str:

@@ -242,7 +242,7 @@ def difference(comm: Comm, facts: Mapping[Ranks, Facts]) -> str | None:
             other = next((rank for rank in ranks if values[rank] != values[ranks[0]]), None)
             if other is not None and label == PLAN:
                 failed = next(rank for rank in ranks if values[rank] != MADE)
-                return f"rank {failed} cannot take this step: {values[failed]}"
+                return f"rank {failed} cannot go on: {values[failed]}"
             if other is not None:
                 return (
                     f"ranks disagree about {label}: {values[ranks[0]]} on rank {ranks[0]} but {values[other]} on rank {other}; "

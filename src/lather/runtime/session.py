@@ -21,7 +21,7 @@ from ..storage.step import Step
 from ..storage.tensors import is_regular, is_stored, layout_of, local
 from ..storage.update import number, rate_of
 from . import checkpoint
-from .agreement import Agreement, Intent
+from .agreement import STEP, Agreement, Intent
 from .health import Health, refuse_nonfinite
 from .metrics import Record
 from .parameters import Item, describe, grad_dtype, name_of, stored_items
@@ -136,7 +136,7 @@ class Session:
                 refuse_averages(groups)
         except Exception as e:
             error = e
-        if (error is None and self._agreed and not self._agreement.peers.comms) or self._agree(groups, "step()", error):
+        if (error is None and self._agreed and not self._agreement.peers.comms) or self._agree(groups, STEP, error):
             return grads
         return None
 
@@ -353,8 +353,7 @@ class Session:
         entries = {p: saved_state.get(i, {}) for p, i in zip(params, ids, strict=True)}
         trainable = self._trainable(groups, state, {p for p, entry in entries.items() if entry})
         entries = {p: entries[p] for *_, p in trainable}
-        views = dict(zip(self.run.params, self.run.views, strict=True))
-        hold = bool(self.run.comms) and all(entry.keys() <= views.get(p, {}).keys() for p, entry in entries.items())
+        hold = bool(self.run.comms) and all(entry.keys() <= state.get(p, {}).keys() for p, entry in entries.items())
         plan, places = self._make_plan(saved, state, trainable, [resolve(group) for group in saved], hold)
         checkpoint.check_states(list(entries.values()), plan, places)
         return saved, entries, hold
@@ -362,7 +361,7 @@ class Session:
     def __getstate__(self) -> dict[str, Any]:
         """What a copy needs. The state itself belongs to the optimizer, and is copied into new banks."""
         self.run.finish()
-        kept = ("trainers", "_stages", "_check_ranks", "_fixed", "_began")
+        kept = ("trainers", "_stages", "_check_ranks", "_fixed", "_began", "count")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -370,6 +369,7 @@ class Session:
         self.process_group = None  # a process group cannot be pickled, so the default one is used
         self._meet()
         self.reset()
+        self.count = state["count"]
 
 
 def all_ranks(group: Any) -> Ranks:
