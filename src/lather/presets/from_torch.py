@@ -145,7 +145,7 @@ def from_adamw(
     >>> model = torch.nn.Linear(8, 4)
     >>> opt = lather.from_adamw(model, lr=1.2e-3, weight_decay=0.1, precondition_frequency=20)
     >>> [opt.param_groups[0][name] for name in ("lr", "weight_decay", "graft", "precondition_frequency")]
-    [0.0003, 0.1, 'auto', 20]
+    [0.0012, 0.1, 'auto', 20]
     """
     return preset(dict(locals()), carry, weight_decay_mode="decoupled")
 
