@@ -435,8 +435,10 @@ PAGE = """\
 Written by `python -m lather options`. Give an option for all parameters, or per param group. Options are read on every
 step, so schedulers may change them. Those marked † decide which blocks and state there are, and are fixed after the
 first step. A value out of range, or an option that has no effect with the others, raises a `ValueError`. An option that
-has no effect on a device does not, so that a script runs anywhere; `opt.plan()` mentions it. Nor do options of factors
-and roots with `preconditioner=None` or `start_preconditioning_step=math.inf`.
+has no effect on a device does not, so that a script runs anywhere; `opt.plan()` mentions it. Nor do most options of factors
+and roots with `preconditioner=None` or `start_preconditioning_step=math.inf`. The defaults of `eps` and `exponent` depend on
+other options, and are set when the optimizer is made. If you change `preconditioner`, `damping` or `graft` after that, set
+them too.
 `python -m lather plan` takes all of them: `max_preconditioner_dim` is `--max-preconditioner-dim 2048`.
 
 | option | default | meaning |
