@@ -249,8 +249,8 @@ class Session:
         return make_plan(specs, settings, teams, self._stages, settled), [team.index(my_rank()) for team in teams]
 
     def _fixed_of(self, state: State, items: Sequence[Item]) -> list[Fixed | None]:
-        """What was settled for each parameter that has state. If the user has put a parameter in the place of another, with the
-        state of that, it is what was settled for the other one."""
+        """What is fixed for each parameter that has state. A parameter that replaced another, and took over its state, has what was
+        fixed for that one."""
         return [self._fixed.get(p, self._fixed.get((g, i)) if p in state else None) for g, i, p in items]
 
     def _trainable(self, groups: Groups, state: State, keep: Collection[Tensor] = ()) -> list[Item]:
