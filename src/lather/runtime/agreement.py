@@ -21,7 +21,7 @@ from .ranks import MADE, PARAMETER, PLAN, Comm, Facts, Peers, Ranks, difference,
 from .run import Phase, Run, in_turn
 
 ALARM = 10  # steps between looks at the failures of all ranks
-STEP = "step()"
+STEP = "step()"  # the call of a step; another is that of gathering
 
 
 def find_peers(groups: Groups, world: Ranks, everyone: Ranks, given: Any) -> Peers:
@@ -83,7 +83,7 @@ class Agreement:
     do, in one small all-reduce.
 
     An answer on the host is read at once. One on a device is read before the next step, so that a plain step does not wait for it.
-    Only a rank with a new plan waits, because its collectives may not match those of the others.
+    Only a rank that has a new plan, or gathers, waits: its collectives may not match those of the others.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ import copy
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -355,17 +355,20 @@ def collect(
 # Callers that want what this rank has, by module and function: torch, which writes checkpoints of all ranks together, and
 # accelerate, which puts it back at once.
 TAKERS_OF_PARTS = (("torch.distributed.checkpoint", None), ("accelerate.optimizer", "__init__"))
-TORCHS = "torch.distributed.checkpoint.state_dict"
+PROBES = "torch.distributed.checkpoint.state_dict", "_init_optim_state"  # allocates state by a step with zero gradients
+
+
+def _callers() -> Iterator[tuple[str, str, FrameType]]:
+    """Module, function and frame of everything on the stack, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_globals.get("__name__") or "", frame.f_code.co_name, frame
+        frame = frame.f_back
 
 
 def is_probe() -> bool:
-    """Whether the call comes from torch's checkpoint code, which allocates state by a step with zero gradients."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "_init_optim_state" and frame.f_globals.get("__name__") == TORCHS:
-            return True
-        frame = frame.f_back
-    return False
+    """Whether the call comes from torch's checkpoint code, which allocates state by a step."""
+    return any((name, function) == PROBES for name, function, _ in _callers())
 
 
 def is_for_parts() -> bool:
@@ -373,16 +376,13 @@ def is_for_parts() -> bool:
 
     With ``full_state_dict=True`` torch saves what rank 0 has alone, so that does not count. While torch loads, every call counts.
     """
-    frame: FrameType | None = sys._getframe(1)
     found = whole = False
-    while frame is not None:
-        name, function = frame.f_globals.get("__name__") or "", frame.f_code.co_name
+    for name, function, frame in _callers():
         if any(f"{name}.".startswith(f"{module}.") and only in (None, function) for module, only in TAKERS_OF_PARTS):
             if function == "_load_optim_state_dict":
                 return True
             found = True
             whole |= function == "_get_optim_state_dict" and getattr(frame.f_locals.get("info"), "full_state_dict", False)
-        frame = frame.f_back
     return found and not whole
 
 
