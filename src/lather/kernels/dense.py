@@ -201,7 +201,7 @@ def squares_in_parts(x, out, numel, parts, BLOCK: tl.constexpr):
     tl.store(out + slot * parts + part, tl.sum(total))
 
 
-@triton.jit
+@triton.jit(**ONE_BY_ONE)
 def halve(x, scale, out, rows, columns, padded_rows, padded_columns, BLOCK: tl.constexpr):
     """One row of ``scale[n]^2 x[n, rows, columns]`` into 16-bit numbers, with zeros as padding. The square may be no float32."""
     row, slot = tl.program_id(0), tl.program_id(1).to(tl.int64)

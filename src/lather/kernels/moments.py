@@ -9,8 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .tiles import ONE_BY_ONE
 
-@triton.jit
+
+@triton.jit(**ONE_BY_ONE)
 def take_in(w, g, alive, keep, take, numel, BLOCK: tl.constexpr):
     """``w <- keep w + take g^2`` for slots that are alive. The others keep their bits."""
     slot = tl.program_id(1).to(tl.int64)

@@ -411,7 +411,7 @@ def _grow(
             tl.store(mirror, new.T, (rj[:, None] < side) & (ri[None, :] < side))
 
 
-@triton.jit
+@triton.jit(**ONE_BY_ONE)
 def gram(
     jobs, alive, scale, plane, numbers,
     HALVES: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr,
@@ -490,7 +490,7 @@ def thin_products(chunks, sums, plane, HALVES: tl.constexpr, SIDE: tl.constexpr,
     tl.store(sums + tl.program_id(0) * SIDE * SIDE + k[:, None] * SIDE + k[None, :], total)
 
 
-@triton.jit
+@triton.jit(**ONE_BY_ONE)
 def thin_factors(factors, sums, alive, scale, numbers, PACKED: tl.constexpr, SIDE: tl.constexpr):
     """As :func:`gram`, for third modes: every :class:`~lather.kernels.schema.ThinFactor` takes in the sums of its chunks."""
     row = factors + tl.program_id(0) * THIN_WIDTH
