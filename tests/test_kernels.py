@@ -56,7 +56,8 @@ def test_no_kernel_calls_itself(name):
     assert calls and not [f for f, called in calls.items() if f in called]
 
 
-GPUS = {90: 232448, 80: 166912, 89: 101376}  # memory of a program on an H200, an A100, and an L4 or RTX 4090
+# Memory of a program on an H200, an A100, an L4 or RTX 4090, a B200, and an RTX 5090.
+GPUS = {90: 232448, 80: 166912, 89: 101376, 100: 232448, 120: 101376}
 
 
 def stack_of(cubin, folder) -> int:
@@ -107,12 +108,12 @@ def test_kernels_compile(gpu, monkeypatch, tmp_path):
         in_vectors.extend(["ld.global.v4" in made.asm["ptx"] and "st.global.v4" in made.asm["ptx"]] if "VECTOR" in given else ())
         loaded_ahead.update({self.__name__} if "cp.async" in made.asm["ptx"] else ())
 
-    rule, suits = facts.stages.__wrapped__, slices.suits
-    memory = SimpleNamespace(shared_memory_per_block_optin=GPUS[gpu])
+    suits, memory = slices.suits, SimpleNamespace(shared_memory_per_block_optin=GPUS[gpu])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
-    for module in (kernel_executor, products):
-        monkeypatch.setattr(module, "stages", lambda device: rule(torch.device("cuda")))
-    monkeypatch.setattr(kernel_executor, "registers", lambda device: 128 if gpu >= 90 else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(gpu, 10))
+    for module, name in ((kernel_executor, "stages"), (products, "stages"), (kernel_executor, "registers")):
+        limit = getattr(facts, name).__wrapped__(torch.device("cuda"))
+        monkeypatch.setattr(module, name, lambda device, limit=limit: limit)
     monkeypatch.setattr(slices, "suits", lambda device, *rest: suits("cuda", *rest))
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
