@@ -52,8 +52,8 @@ def cuda(monkeypatch):
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(module, "stream_of", lambda device, number: Stream())
-    state.compiled = []
-    monkeypatch.setattr(module, "compile_kernels", state.compiled.append)
+    state.compiled = []  # each call ends with None
+    monkeypatch.setattr(module, "compile_kernels", lambda *launches: state.compiled.extend([*launches, None]))
     return state
 
 
@@ -66,7 +66,17 @@ def test_what_comes_twice_is_captured_and_replayed_from_then_on(cuda):
     cuda.log.clear()
     graphs.run("b", launch)
     graphs.run("a", launch)
-    assert cuda.log == ["launch", "replay"] and cuda.compiled == [launch] * 2
+    assert cuda.log == ["launch", "replay"] and cuda.compiled == [launch, None] * 2
+
+
+def test_launches_are_compiled_together_and_once(cuda):
+    graphs, launches = Graphs(), {key: partial(cuda.log.append, key) for key in "abc"}
+    graphs.compile({key: launches[key] for key in "ab"})
+    assert cuda.log == [] and cuda.compiled == [launches["a"], launches["b"], None]
+    assert [key for key in "abc" if graphs.is_new(key)] == ["c"]
+    for key in "abc":
+        graphs.run(key, launches[key])
+    assert cuda.log == ["a", "b", "c"] and cuda.compiled[3:] == [launches["c"], None]
 
 
 def test_only_the_first_keys_are_compiled_ahead(cuda):
@@ -74,7 +84,7 @@ def test_only_the_first_keys_are_compiled_ahead(cuda):
     graphs = Graphs()
     for key in range(2 * graphs.AHEAD):
         graphs.run(key, lambda: cuda.log.append("launch"))
-    assert len(cuda.log) == 2 * graphs.AHEAD and len(cuda.compiled) == graphs.AHEAD
+    assert len(cuda.log) == 2 * graphs.AHEAD and len(cuda.compiled) == 2 * graphs.AHEAD and not graphs.is_new(-1)
 
 
 def test_what_raised_is_launched_before_it_is_captured(cuda):

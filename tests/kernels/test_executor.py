@@ -12,10 +12,12 @@ import pytest
 import torch
 from paper import PAPER
 from reference import Reference
+from triton.runtime.interpreter import InterpretedFunction
 
 import lather
 from lather import linalg
 from lather.compute import kernel_executor, slices, tables
+from lather.compute.ahead import _NothingChanges
 from lather.compute.kernel_executor import KernelExecutor
 from lather.compute.slices import Window, scratch_sizes
 from lather.compute.torch_executor import TorchExecutor
@@ -438,6 +440,9 @@ class Captured:
     def __init__(self):
         self.keys = []
 
+    def is_new(self, key):
+        return False
+
     def run(self, key, launch):
         self.keys.append(key[1][0])
         launch()
@@ -477,7 +482,7 @@ def test_what_graphs_hold_is_in_their_keys(changed):
     for step in (1, 2):
         take(opt, params, gradients(step, [(8, 16)]))
         (executor,) = by_kernels(opt)
-        executor._graphs = SimpleNamespace(run=lambda key, launch: keys.add(key[1]) or launch())
+        executor._graphs = SimpleNamespace(is_new=lambda key: False, run=lambda key, launch: keys.add(key[1]) or launch())
     assert len(keys) == 2  # what comes in, and what goes out
     opt.param_groups[0].update(changed)
     take(opt, params, gradients(3, [(8, 16)]))
@@ -663,6 +668,49 @@ def test_tiles_as_large_as_on_a_gpu(factors, precision, error, monkeypatch):
     for role, wanted in (("L0.0", g @ g.T), ("L1.0", g.T @ g)):
         found = linalg.unpack(state[role][None])[0]
         assert_close([found], [0.05 * wanted.double()], error)
+
+
+class Rehearsals:
+    """Stands in for graphs. Goes through what is to be compiled as on a GPU: no kernel is launched."""
+
+    def __init__(self, monkeypatch):
+        self.known, self.late, self.count, self.monkeypatch = set(), [], 0, monkeypatch
+
+    def is_new(self, key):
+        return key not in self.known
+
+    def compile(self, launches):
+        self.known |= launches.keys()
+        self.count += 1
+        with self.monkeypatch.context() as patch, _NothingChanges():
+            patch.setattr(InterpretedFunction, "run", lambda *args, **given: None)
+            for launch in launches.values():
+                launch()
+
+    def run(self, key, launch):
+        self.late += [] if key in self.known else [key[1][0]]
+        launch()
+
+
+@pytest.mark.parametrize("case", ["by default", "adafactor", "kl, no graft", "late", "spectral", "soap", "packed", "l2"])
+def test_kernels_of_all_parts_of_a_step_are_compiled_together(case, monkeypatch):
+    """Once for each executor, if the first step refreshes roots. That changes no bit, and no state of the host's."""
+    monkeypatch.setattr(kernel_executor, "is_capturable", lambda due: True)
+    options = GIVEN | (NOW | {"preconditioner": "soap", "graft": None, "exponent": None} if case == "soap" else CASES[case])
+    (params, opt), (others, plain) = ((p, lather.Shampoo(p, **options)) for p in (parameters(FEW), parameters(FEW)))
+    prepared(opt)
+    rehearsals = Rehearsals(monkeypatch)
+    for executor in by_kernels(opt):
+        executor._graphs = rehearsals
+    for step in range(1, 5):
+        for one, its in ((opt, params), (plain, others)):
+            take(one, its, gradients(step, FEW))
+        assert all(map(torch.equal, params, others))
+    for (bank, state), (_, other) in zip(snapshot(opt), snapshot(plain), strict=True):
+        assert all(torch.equal(state[role], other[role]) for role in state) and bank.failed.eq(0).all()
+    if options.get("refresh_warmup"):
+        assert rehearsals.late == [] and rehearsals.count == len(by_kernels(opt))
+    assert {"in", "follow"}.isdisjoint(rehearsals.late)
 
 
 def travelling(opt, reads_gradients):

@@ -22,11 +22,11 @@ LIFT = torch.ops.aten.lift_fresh.default  # how torch.tensor() shows what it has
 _one_at_a_time = threading.Lock()
 
 
-def compile_kernels(launch: Callable[[], None]) -> None:
-    """Compile the kernels that ``launch`` launches, and do nothing else.
+def compile_kernels(*launches: Callable[[], None]) -> None:
+    """Compile the kernels that are launched by ``launches``, and do nothing else.
 
-    It must be fit for a graph: then it changes nothing but memory. Going through it without those changes leaves no trace.
-    Errors are left to the launch itself.
+    They must be fit for graphs: then they change nothing but memory. Going through them without those changes leaves no trace.
+    Errors are left to the launches themselves.
     """
     import triton
     from triton.runtime.jit import JITFunction
@@ -40,7 +40,8 @@ def compile_kernels(launch: Callable[[], None]) -> None:
 
     def walk() -> None:
         with triton.AsyncCompileMode(executor), _NothingChanges():
-            launch()
+            for launch in launches:
+                launch()
 
     device = torch.cuda.current_device()
     with _one_at_a_time, ThreadPoolExecutor(THREADS, "lather", torch.cuda.set_device, (device,)) as pool:

@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import cache
@@ -29,6 +29,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self._seen: set[Hashable] = set()
+        self._compiled: set[Hashable] = set()
         self._graphs: dict[Hashable, Any] = {}
         self._pool: Any = None
         self._stream: Any = None
@@ -37,8 +38,7 @@ class Graphs:
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
         if key not in self._graphs:
             if key not in self._seen:
-                if len(self._seen) < self.AHEAD and not is_capturing():
-                    compile_kernels(launch)
+                self.compile({key: launch})
                 launch()
                 if len(self._seen) < self.MOST:  # now, because a launch that raised has to run again before it is captured
                     self._seen.add(key)
@@ -54,6 +54,17 @@ class Graphs:
                 launch()
                 return
         turns_on(torch.cuda.current_device()).replay(self._graphs[key])
+
+    def is_new(self, key: Hashable) -> bool:
+        """Whether the kernels of a launch are still to be compiled."""
+        return key not in self._compiled and len(self._compiled) < self.AHEAD
+
+    def compile(self, launches: Mapping[Hashable, Callable[[], None]]) -> None:
+        """Compile the kernels of launches by key, all side by side, before any of them runs."""
+        new = {key: launch for key, launch in launches.items() if self.is_new(key)}
+        if new and not is_capturing():
+            self._compiled |= new.keys()
+            compile_kernels(*new.values())
 
     def _capture(self, launch: Callable[[], None]) -> Any:
         """Not by ``torch.cuda.graph``, which collects garbage and empties the cache of memory first."""

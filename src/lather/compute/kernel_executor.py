@@ -6,7 +6,7 @@ gradients to parameters. What changes from step to step lies in buffers on the d
 and are replayed as CUDA graphs.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -32,6 +32,7 @@ from .slices import DEPTH, SIDE, THIN_SIDE, BoundSlice, half_plane, scratch_size
 from .tables import REDUCE, Tables, ThinLaunch, running_totals
 
 DIAGONAL = 1024  # entries of a diagonal that a kernel takes at a time
+Launch = tuple[Hashable | None, Callable[[], None]]
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -146,11 +147,36 @@ class KernelExecutor(Executor[Seen]):
         sources = self._sources(job.step) if self._reads_gradients else Sources(given, given[0].dtype)
         variant = self._load(job, sources)
         seen = Seen(variant, job.settings.hyper_of(self.key.kind), job.steps, self.firsts, self._alive)
-        self._replay(("in", variant), partial(self._launch_in, seen))
+        key, launch = self._in(seen)
+        if self._graphs and self._graphs.is_new((id(self), key)):
+            self._graphs.compile({(id(self), key): launch for key, launch in self._parts(job, seen) if key})
+        self._replay(key, launch)
         return seen
 
     def refresh(self, job: Job, seen: Seen) -> None:
         """All slices at once."""
+        for i, _ in self._by_slice(job.due):
+            self.slices[i].bank.begun = True
+        self._replay(*self._roots(job, seen))
+
+    def follow(self, job: Job, seen: Seen) -> None:
+        if self.method and self.method.follows:
+            self._replay(*self._basis(seen))
+
+    def give_out(self, job: Job, seen: Seen) -> Sequence[Tensor]:
+        self._replay(*self._out(seen, self._who_goes(job)))
+        if self.moves_parameters:  # kernels write behind autograd's back
+            step = job.step
+            torch.autograd.graph.increment_version([step.stored.params[i] for i in self._members if i in step.grads])
+            return []
+        return [self._stack("flat", i) for i in range(len(self.slices))]
+
+    # Each part as a launch, and its key among graphs; None if no graph can hold it.
+
+    def _in(self, seen: Seen) -> Launch:
+        return ("in", seen.variant), partial(self._launch_in, seen)
+
+    def _roots(self, job: Job, seen: Seen) -> Launch:
         method, due = self.method, self._by_slice(job.due)
         assert isinstance(method, Kronecker)
         jobs = []
@@ -162,32 +188,33 @@ class KernelExecutor(Executor[Seen]):
             bank, failed = part.bank, part.bank.failed[part.start : part.stop]
             assert bank.solver
             jobs.append(Due(part.state, slots, ctx, failed, failing, bank.exponent, bank.solver))
-            bank.begun = True
-        same = seen.variant.uniform and not any(job.failing for job in jobs)
-        if same and is_capturable(jobs):
-            hyper = job.settings.hyper  # other options that matter here make a new executor
+        hyper, same = job.settings.hyper, seen.variant.uniform and not any(job.failing for job in jobs)
+        if same and is_capturable(jobs):  # other options that matter here make a new executor
             key = "refresh", tuple((i, tuple(slots)) for i, slots in due), hyper.eps, hyper.relative_damping
-            self._replay(key, partial(refresh, method, jobs))
-        else:
-            delayed = bool(job.settings.hyper.refresh_delay)
-            refresh(method, jobs, self.slices[0].bank.background if delayed else None)
+            return key, partial(refresh, method, jobs)
+        return None, partial(refresh, method, jobs, self.slices[0].bank.background if hyper.refresh_delay else None)
 
-    def follow(self, job: Job, seen: Seen) -> None:
+    def _basis(self, seen: Seen) -> Launch:
+        return ("follow", seen.variant), partial(self._launch_follow, seen)
+
+    def _out(self, seen: Seen, goes: tuple[bool, ...]) -> Launch:
+        key = ("out", seen.variant, goes) if self.method is None or self.method.is_capturable(seen.hyper) else None
+        return key, partial(self._launch_out, seen, goes)
+
+    def _parts(self, job: Job, seen: Seen) -> Iterator[Launch]:
+        """All launches of a step, if all slices have roots by the end of it."""
+        yield self._in(seen)
+        if job.due:
+            yield self._roots(job, seen)
         if self.method and self.method.follows:
-            self._replay(("follow", seen.variant), partial(self._launch_follow, seen))
+            yield self._basis(seen)
+        yield self._out(seen, tuple(bool(part.key.modes) for part in self.slices))
 
-    def give_out(self, job: Job, seen: Seen) -> Sequence[Tensor]:
-        goes = self._who_goes(job)
-        launch = partial(self._launch_out, seen, goes)
-        if self.method is None or self.method.is_capturable(seen.hyper):
-            self._replay(("out", seen.variant, goes), launch)
-        else:
+    def _replay(self, key: Hashable | None, launch: Callable[[], None]) -> None:
+        if self._graphs is None or key is None:
             launch()
-        if self.moves_parameters:  # kernels write behind autograd's back
-            step = job.step
-            torch.autograd.graph.increment_version([step.stored.params[i] for i in self._members if i in step.grads])
-            return []
-        return [self._stack("flat", i) for i in range(len(self.slices))]
+        else:
+            self._graphs.run((id(self), key), launch)
 
     # What changes from step to step, on its way to the device.
 
@@ -287,12 +314,6 @@ class KernelExecutor(Executor[Seen]):
 
     # Launches.
 
-    def _replay(self, key: Hashable, launch: Callable[[], None]) -> None:
-        if self._graphs is None:
-            launch()
-        else:
-            self._graphs.run((id(self), key), launch)
-
     def _launch_in(self, seen: Seen) -> None:
         """Gradients into averages and factors."""
         from ..kernels import step as kernels
@@ -373,7 +394,7 @@ class KernelExecutor(Executor[Seen]):
             partial(self._apply, seen, i, part, slots)
             for i, part in self._costly_first()
             if goes[i]
-            for slots in self._parts(part.n)
+            for slots in self._shares(part.n)
         ]
         if tables.rank_one:
             works.append(
@@ -415,7 +436,7 @@ class KernelExecutor(Executor[Seen]):
         """Whether products with roots may be in halves."""
         return v.halves == 1 and self.method is not None
 
-    def _parts(self, n: int) -> list[slice]:
+    def _shares(self, n: int) -> list[slice]:
         """Slots that are computed together. Parts of a stack are branches of a graph: none waits for the last tiles of another."""
         in_parts = self.method is not None and self.method.in_parts and self._graphs is not None
         size = -(-n // max(1, BRANCHES // len(self.slices))) if in_parts else n
