@@ -253,9 +253,9 @@ OPTIONS: dict[str, Option] = {
     "betas": Option((0.95, 0.95), _pair(_number(0, 1), _number(0, 1, open_high=False), "(beta1, beta2)"), "decay of the gradient filter and of the statistics; `betas[1] = 1` is the AdaGrad sum"),
     "beta3": Option(NESTEROV, _beta3, "weight of the remembered gradients in the filtered gradient: a number, `None` for `betas[0]`, or `\"nesterov\"` for `betas[0]**2` in preconditioned blocks and `betas[0]` in all others"),
     "eps": Option(None, _optional(_number(0, open_low=True)), lambda: f"damping: added to the eigenvalues of every factor, or to the denominator of a method that has one; {_default_eps()}"),
-    "damping": Option("relative", _choice("absolute", "relative"), "use `eps` as it is, or multiply it by each factor's size (the Schatten 4-norm, a bound of the largest eigenvalue; for SOAP by the mean of the denominator), so that nothing depends on the size of gradients. If you change it in training, set `eps` too"),
+    "damping": Option("relative", _choice("absolute", "relative"), "`\"absolute\"`: use `eps` as it is. `\"relative\"`: multiply it by each factor's size (the Schatten 4-norm, a bound of the largest eigenvalue; for SOAP by the mean of the denominator). Then nothing depends on the size of gradients. If you change it in training, set `eps` too"),
     "weight_decay": Option(0.0, _number(0), "strength of weight decay"),
-    "weight_decay_mode": Option("decoupled", _choice("decoupled", "l2", "corrected", "independent"), "how decay enters; see [algorithm](algorithm.md)"),
+    "weight_decay_mode": Option("decoupled", _choice("decoupled", "l2", "corrected", "independent"), "how decay enters: `\"decoupled\"` as in AdamW, `\"l2\"` as part of the gradient, `\"corrected\"` or `\"independent\"`; see [algorithm](algorithm.md)"),
     "momentum": Option(0.0, _number(0, 1), "heavy-ball momentum on the direction"),
     "dampening": Option(0.0, _number(0, 1, open_high=False), "dampening of momentum"),
     "nesterov": Option(False, _bool, "Nesterov's form of momentum"),
@@ -272,26 +272,26 @@ OPTIONS: dict[str, Option] = {
     "polar": Option("newton_schulz", _polar, "how gradients are orthogonalised: `\"newton_schulz\"` (Muon's quintic; `steps=5`, `coefficients`), `\"polar_express\"` (the best quintics; `steps=5`, `lower=1e-3`), `\"svd\"` (exact, slow) or an object"),
     "polar_scale": Option(None, _polar_scale, "without a graft, multiplies orthogonalised directions: `\"original\"` by `sqrt(max(1, rows / columns))`, `\"match_rms_adamw\"` by `0.2 sqrt(max(rows, columns))`; default: by 1"),
     "graft": Option(AUTO, _choice(AUTO, *GRAFTS), "the method whose step length is taken over, block by block. `\"adafactor\"` is Adam with a second moment of rank one, which is read off Shampoo's factors. `\"constant\"` gives every block a root mean square of 0.2 per element, as Muon's `match_rms_adamw`. Both keep no second moment, and leave elementwise parameters to Adam. `\"auto\"` is settled by the first step: `\"adafactor\"` with Shampoo, unless `betas[1]` is 1, `graft_beta2` is set or `start_preconditioning_step` is infinite; else `\"adam\"`", structural=True),
-    "graft_beta2": Option(None, _optional(_number(0, 1)), "decay of the graft's second moment; default `betas[1]`, or 0.999 when that is 1. `\"adafactor\"` has that of the factors"),
+    "graft_beta2": Option(None, _optional(_number(0, 1)), "decay of the graft's second moment; default `betas[1]`, or 0.999 when that is 1. `\"adafactor\"` uses the decay of the factors, `betas[1]`"),
     "graft_eps": Option(1e-8, _number(0, open_low=True), "added to the graft's denominator"),
     "max_preconditioner_dim": Option(1024, _count(1, infinite=True), "largest side of a factor or block; larger dimensions follow `large_dim`", structural=True),
     "block_multiple": Option(16, _count(1), "if a dimension is not cut evenly, block sizes are rounded up to a multiple of this, for tensor cores, and the last block takes the rest. 1: nearly equal blocks", structural=True),
     "merge_dims": Option(True, _bool, "fold small neighbouring dimensions together", structural=True),
-    "large_dim": Option("block", _choice("block", "diagonal", "adagrad"), "a dimension above the limit: cut it into blocks, keep its factor's diagonal, or give the parameter diagonal AdaGrad", structural=True),
+    "large_dim": Option("block", _choice("block", "diagonal", "adagrad"), "for a dimension above the limit. `\"block\"`: cut it into blocks. `\"diagonal\"`: keep only the diagonal of its factor. `\"adagrad\"`: give the parameter diagonal AdaGrad", structural=True),
     "batch_dims": Option(0, _count(0), "number of leading dimensions that stack independent parameters, such as experts", structural=True),
     "split": Option(None, _optional(_split), "cuts a parameter into independent parts first, such as fused queries, keys and values: a number of equal parts, or their sizes", structural=True),
     "split_dim": Option(0, _count(0), "the dimension that `split` cuts", structural=True),
     "precondition_1d": Option(False, _bool, "give vectors a full matrix of their own", structural=True),
     "precondition_frequency": Option(10, _count(1), "steps between refreshes of a block's roots"),
     "start_preconditioning_step": Option(None, _optional(_count(1, infinite=True)), "first preconditioned step; infinity: never. Default: the step of the first refresh, or 1 for a method without refreshes"),
-    "refresh_warmup": Option(0.1, _number(0, 1), "early in training, refresh often enough that a root's age stays below this fraction of the step count (0.1: every step up to step 19, every 2 up to 39, every 4 ...). 0: always every `precondition_frequency` steps. The default is off with `refresh_delay`"),
-    "refresh": Option("together", _choice("together", "staggered"), "refresh all blocks in the same step, or spread them evenly over the period"),
+    "refresh_warmup": Option(0.1, _number(0, 1), "refresh more often early in training: the age of a root stays below this fraction of the step count. With 0.1: every step up to step 19, every 2 steps up to step 39, every 4 steps up to step 79. 0: always every `precondition_frequency` steps. With `refresh_delay` it is off by default"),
+    "refresh": Option("together", _choice("together", "staggered"), "`\"together\"`: refresh all blocks in the same step. `\"staggered\"`: spread them evenly over the period"),
     "refresh_delay": Option(0, _count(0), "steps from a refresh to the first use of its roots. Meanwhile they are computed in the background, on CUDA by a stream of their own; takes the memory of the roots once more"),
     "root_device": Option(None, _root_device, "`\"cpu\"`: compute roots on the host. On CUDA with `refresh_delay` a thread does it. Devices other than CPU and CUDA, such as a Mac's GPU, always have their roots computed there"),
-    "on_nonfinite": Option("skip", _choice("skip", "raise"), "for NaN or Inf in a gradient, or an invalid learning rate in a tensor on the device: the block skips the step, or the step raises (which reads the device on every step)"),
+    "on_nonfinite": Option("skip", _choice("skip", "raise"), "for NaN or Inf in a gradient, or an invalid learning rate in a tensor on the device: `\"skip\"`: the block skips the step. `\"raise\"`: the step raises an error, for which the host waits for the device in every step"),
     "max_failed_refreshes": Option(3, _count(0), "raise an error after more than this many failed refreshes of a block in a row"),
     "communication_dtype": Option(None, _optional(_dtype("float32", "bfloat16", "float16", "int8")), "dtype in which directions are sent to the ranks that store the parameter: `\"float32\"`, `\"bfloat16\"`, `\"float16\"`, or `\"int8\"` with a scale per block; default: not rounded"),
-    "blocks": Option("global", _choice("global", "local"), "cut blocks from whole parameters; or from each shard, so that no gradient travels, but results depend on the sharding", structural=True),
+    "blocks": Option("global", _choice("global", "local"), "`\"global\"`: cut blocks from whole parameters. `\"local\"`: cut them from each shard. Then no gradient travels, but results depend on the sharding", structural=True),
     "precision": Option(None, _precision, "precision of the products that update factors and apply roots: `\"float32\"`, or on a GPU `\"fast\"` with the 11 bits of TF32; default: torch's float32 matmul precision. It does not change how roots and polar factors are computed"),
     "master_weights": Option(False, _bool, "keep a float32 copy of bfloat16 and float16 parameters in the state and update that, so that small updates are not rounded away. Other parameters are unaffected", structural=True, before=False),
     "state_dtype": Option("float32", _state_dtype, "dtype of the state: `\"float32\"`, `\"float64\"` or `\"bfloat16\"`; arithmetic is in float32 or better, except for matrix products on a GPU", structural=True),
@@ -434,9 +434,9 @@ PAGE = """\
 
 Written by `python -m lather options`. Give an option for all parameters, or per param group. Options are read on every
 step, so schedulers may change them. Those marked † decide which blocks and state there are, and are fixed after the
-first step. A value out of range, or an option that has no effect with the others, raises a `ValueError`. An option that
-has no effect on a device does not, so that a script runs anywhere; `opt.plan()` mentions it. Nor do most options of factors
-and roots with `preconditioner=None` or `start_preconditioning_step=math.inf`. The defaults of `eps` and `exponent` depend on
+first step. A value out of range, or an option that has no effect with the others, raises a `ValueError`. There are two
+exceptions. An option that has no effect on your device raises no error, so one script runs anywhere; `opt.plan()` mentions it.
+With `preconditioner=None` or `start_preconditioning_step=math.inf`, most options of factors and roots raise none. The defaults of `eps` and `exponent` depend on
 other options, and are set when the optimizer is made. If you change `preconditioner`, `damping` or `graft` after that, set
 them too.
 `python -m lather plan` takes all of them: `max_preconditioner_dim` is `--max-preconditioner-dim 2048`.
