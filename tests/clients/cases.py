@@ -21,7 +21,10 @@ import transformers
 from accelerate import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lather
@@ -49,7 +52,7 @@ def parts_warned() -> Iterator[list[str]]:
 
 
 def weights_of(model: nn.Module) -> Weights:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in model.named_parameters()}
 
 
 # transformers' Trainer.
@@ -212,9 +215,25 @@ class Module(pl.LightningModule):
         return {"optimizer": opt, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(opt, 3), "interval": "step"}}
 
 
+class Sharded(Module):
+    """By FSDP2, with checkpoints of one file. Lightning then asks every rank for its state, and writes that of rank 0."""
+
+    def configure_model(self) -> None:
+        for layer in (*self.net, self.net):
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    def configure_optimizers(self) -> Any:
+        found = super().configure_optimizers()
+        found["optimizer"].register_state_dict_pre_hook(lambda opt: opt.consolidate_state_dict())
+        return found
+
+
 def fit(model: Module, steps: int, callbacks: list[Any], path: str | None = None, logger: Any = False) -> Weights:
     quiet = {"logger": logger, "enable_progress_bar": False, "enable_model_summary": False}
-    how = {"accelerator": "cpu", "devices": WORLD, "strategy": "ddp" if WORLD > 1 else "auto", "use_distributed_sampler": False}
+    strategy: Any = "ddp" if WORLD > 1 else "auto"
+    if isinstance(model, Sharded):
+        strategy = ModelParallelStrategy(data_parallel_size=WORLD, tensor_parallel_size=1, save_distributed_checkpoint=False)
+    how = {"accelerator": "cpu", "devices": WORLD, "strategy": strategy, "use_distributed_sampler": False}
     runner = pl.Trainer(
         max_steps=steps,
         callbacks=callbacks,
@@ -228,11 +247,12 @@ def fit(model: Module, steps: int, callbacks: list[Any], path: str | None = None
     return weights_of(model)
 
 
-def train_lightning(folder: Path) -> dict[str, Any]:
+def train_lightning(folder: Path, sharded: bool = False) -> dict[str, Any]:
+    make = Sharded if sharded else Module
     with parts_warned() as warned:
-        whole = fit(Module(1), STEPS, [])
-        fit(Module(1), MIDDLE, [ModelCheckpoint(folder, filename="middle", every_n_train_steps=MIDDLE)])
-        again = fit(Module(2), STEPS, [], str(folder / "middle.ckpt"))
+        whole = fit(make(1), STEPS, [])
+        fit(make(1), MIDDLE, [ModelCheckpoint(folder, filename="middle", every_n_train_steps=MIDDLE)])
+        again = fit(make(2), STEPS, [], str(folder / "middle.ckpt"))
     return {"whole": whole, "again": again, "warned": warned}
 
 

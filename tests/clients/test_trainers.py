@@ -94,6 +94,13 @@ def test_lightning(worlds: Worlds, tmp_path: Path, world: int) -> None:
     assert not any(result["warned"] for result in results)
 
 
+def test_lightning_with_fsdp2_and_one_file(worlds: Worlds, tmp_path: Path) -> None:
+    """It needs the hook that docs/lightning.md shows."""
+    results = worlds[2].run(call, "train_lightning", tmp_path, True)
+    assert difference(results) == 0.0
+    assert (tmp_path / "middle.ckpt").is_file() and not any(result["warned"] for result in results)
+
+
 # Metrics.
 
 
