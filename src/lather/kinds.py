@@ -125,6 +125,8 @@ def _places(model: nn.Module) -> Iterator[_Place]:
             is_magnitude = name.endswith(".original0") and sum(size > 1 for size in param.shape) < 2
             if re.search(r"_[gv]$", leaf) and hasattr(module, leaf[:-1] + "g") and hasattr(module, leaf[:-1] + "v"):
                 name, is_magnitude = name[:-2], leaf.endswith("g")  # of the older `nn.utils.weight_norm`
+            if leaf.endswith("_orig") and (hasattr(module, leaf[:-4] + "mask") or hasattr(module, leaf[:-4] + "u")):
+                name = name.removesuffix("_orig")  # of `nn.utils.prune` and the older `nn.utils.spectral_norm`
             name = PARAMETRIZED.sub(r"\1", name)
             around = name.split(".")[:-1]  # the module that has the parameter, or would have it without a parametrization
             above = [modules[".".join(around[:i])] for i in range(len(around), -1, -1)]

@@ -1025,6 +1025,100 @@ def test_one_entry_of_the_state_that_is_replaced_is_taken_over() -> None:
     assert torch.equal(p, q)
 
 
+def three(steps: int = 0, **options: Any) -> tuple[list[nn.Parameter], lather.Shampoo]:
+    """Three parameters, and an optimizer that has taken some steps."""
+    params = [nn.Parameter(torch.full((4, 3), float(i))) for i in range(3)]
+    opt = lather.Shampoo(params, lr=0.1, precondition_frequency=2, **options)
+    advance(params, opt, 0, steps)
+    return params, opt
+
+
+def advance(params: list[nn.Parameter], opt: lather.Shampoo, first: int, last: int) -> None:
+    for t in range(first, last):
+        set_grads(params, t)
+        opt.step()
+
+
+def test_state_that_is_zeroed_in_place_begins_anew() -> None:
+    (params, opt), (others, fresh) = three(5), three()
+    for p, q in zip(params, others, strict=True):
+        p.data.copy_(q)
+        for v in opt.state[p].values():
+            v.zero_()
+    for each, its in ((opt, params), (fresh, others)):
+        advance(its, each, 0, 5)
+    assert all(map(torch.equal, params, others)) and opt.state[params[1]]["step"] == 5
+
+
+def test_steps_are_undone_by_copying_back() -> None:
+    params, opt = three(3, momentum=0.9)
+    before = [(p.detach().clone(), {k: v.clone() for k, v in opt.state[p].items()}) for p in params]
+    ends = []
+    for _ in range(2):
+        advance(params, opt, 3, 8)
+        ends.append([p.detach().clone() for p in params])
+        for p, (value, state) in zip(params, before, strict=True):
+            p.data.copy_(value)
+            for k, v in state.items():
+                opt.state[p][k].copy_(v)
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize("i", range(3))
+@pytest.mark.parametrize("how", ["clear", "delete", "replace"])
+def test_a_parameter_whose_state_is_removed_begins_anew(i: int, how: str) -> None:
+    (params, opt), (others, fresh) = three(5), three()
+    params[i].data.copy_(others[i])
+    if how == "clear":
+        opt.state[params[i]].clear()
+    elif how == "delete":
+        del opt.state[params[i]]
+    else:
+        opt.state[params[i]] = {}
+    for t in range(5):
+        set_grads([*params[:i], *params[i + 1 :]], 5 + t)
+        set_grads([params[i]], t)
+        set_grads([others[i]], t)
+        opt.step()
+        fresh.step()
+    assert torch.equal(params[i], others[i])
+    assert [int(opt.state[p]["step"]) for p in params] == [5 if p is params[i] else 10 for p in params]
+
+
+def test_state_with_new_memory_is_taken_over() -> None:
+    """``v.data = v.data.to(device)``, another loop found in many training scripts."""
+    (params, opt), (others, plain) = three(4), three(4)
+    for entry in opt.state.values():
+        for v in entry.values():
+            v.data = v.data.clone()
+    for each, its in ((opt, params), (plain, others)):
+        advance(its, each, 4, 9)
+    assert all(map(torch.equal, params, others))
+    ours, theirs = opt.state_dict()["state"], plain.state_dict()["state"]
+    assert all(torch.equal(ours[i][k], theirs[i][k]) for i in theirs for k in theirs[i])
+
+
+def test_names_are_forgotten_if_the_list_of_parameters_changes() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+    for change in (lambda params: params.append(nn.Parameter(torch.ones(4, 4))), lambda params: params.pop(0)):
+        opt = lather.from_adamw(model)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        opt.step()
+        change(opt.param_groups[0]["params"])
+        opt.step()
+        assert opt.plan().params[0].name == "param_groups[0]['params'][0]"
+        opt.load_state_dict(opt.state_dict())
+
+
+def test_a_parameter_that_is_cut_where_it_lies_is_refused() -> None:
+    params, opt = three(3)
+    params[0].grad, params[0].data = None, params[0].data[:2]
+    set_grads(params, 3)
+    with pytest.raises(ValueError, match=r"had shape \(4, 3\) and now has \(2, 3\)"):
+        opt.step()
+
+
 def test_the_default_dtype_and_device_have_no_say() -> None:
     p = nn.Parameter(torch.ones(4, 3))
     opt = lather.Shampoo([p], precondition_frequency=2)

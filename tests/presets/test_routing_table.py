@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import prune
 
 import lather
 from lather.kinds import KINDS
@@ -801,6 +802,19 @@ def test_weight_norm() -> None:
         **{f"{i}.parametrizations.weight.original0": "norm" for i in (2, 3)},
         **{"2.parametrizations.weight.original1": "matrix", "3.parametrizations.weight.original1": "depthwise"},
     }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda layer: prune.random_unstructured(layer, "weight", 0.3), torch.nn.utils.spectral_norm],
+    ids=["prune", "spectral"],
+)
+def test_layers_that_keep_their_weight_under_another_name(change: Any) -> None:
+    model = nn.ModuleDict({"lm_head": nn.Linear(8, 50), "conv": nn.Conv1d(8, 8, 3, groups=8)})
+    for layer in model.values():
+        change(layer)
+    found = {name: kind for name, kind in kinds_in(model).items() if not name.endswith("bias")}
+    assert found == {"lm_head.weight_orig": "head", "conv.weight_orig": "depthwise"}
 
 
 def test_adapters_are_matrices() -> None:

@@ -216,6 +216,16 @@ def test_agrees_with_the_twin(kind: str, decay: str) -> None:
 # Elements.
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_infinite_element_is_shown_as_it_is(kind: str) -> None:
+    p = torch.nn.Parameter(torch.tensor([[0.0, -math.inf], [1.0, 2.0]]))
+    opt = lather.Shampoo([p], lr=0.1, **KINDS[kind])
+    p.grad = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    opt.step()
+    opt.eval()
+    assert p[0, 1] == -math.inf and p.flatten()[[0, 2, 3]].isfinite().all()
+
+
 def settings_of(kind: str) -> Settings:
     return resolve({name: option.default for name, option in OPTIONS.items()} | KINDS[kind])
 

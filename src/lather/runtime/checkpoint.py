@@ -247,7 +247,7 @@ def _misfit(
     if extra := [k for k in saved if k not in known]:
         return (
             f"the checkpoint holds {_few(extra)} for parameter {name}, which this optimizer does not have: it was saved with other "
-            "options or by another optimizer"
+            "options or by another optimizer, or somebody put it into opt.state"
         )
     for k, value in saved.items():
         if not isinstance(value, Tensor) or not is_readable(value) or not (value.is_floating_point() or k == "step"):

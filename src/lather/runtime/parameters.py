@@ -28,6 +28,13 @@ def name_of(group: Mapping[str, Any], number: int, position: int) -> str:
     return names[position] if names else f"param_groups[{number}]['params'][{position}]"
 
 
+def forget_wrong_names(groups: Iterable[dict[str, Any]]) -> None:
+    """Of param groups whose list of parameters the user has changed."""
+    for group in groups:
+        if len(group.get("param_names") or group["params"]) != len(group["params"]):
+            del group["param_names"]
+
+
 def team(p: Tensor, name: str, world: Ranks, rank: int, trainers: int | None) -> tuple[Ranks, Layout]:
     """The team of ``rank`` for a parameter, and the parameter's layout over it."""
     return team_of(*layout_of(p, world, name), trainers, rank, name)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from operator import attrgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ class Run:
     steps: list[int] = field(default_factory=list)  # the same on the host
     sharded: list[bool] = field(default_factory=list)  # whether parameters are DTensors
     averages: Averages = field(default_factory=lambda: Averages([], [], [], [], []))
+    plain_views: list[list[Tensor]] = field(default_factory=list)  # those that are no DTensors, and their addresses
+    addresses: list[list[int]] = field(default_factory=list)
     _is_underway: bool = False  # a step has begun and not ended
     _stored: Stored | None = None
     _masters: dict[int, Tensor] = field(default_factory=dict)  # parameters as they are before they are rounded
@@ -135,11 +137,25 @@ class Run:
     # State.
 
     def is_replaced(self, state: Entries, thorough: bool) -> bool:
-        """Whether the user has replaced tensors of the state, as by ``v.to(device)``. ``thorough``: look at those of all
-        parameters, not only of two."""
+        """Whether the user has removed the state of a parameter, or replaced tensors of it or their memory, as by ``v.to(device)``.
+        ``thorough``: look at all tensors, not only at those of two parameters."""
+        step: Any = itemgetter("step")
+        try:
+            if not all(map(is_, map(step, map(state.get, self.params)), map(step, self.views))):  # in C, because every step asks
+                return True
+        except (KeyError, TypeError):
+            return True
         every = 1 if thorough else max(1, len(self.params) - 1)
         some = zip(self.params[::every], self.views[::every], strict=True)
-        return any(state.get(p, {}).get(k) is not view for p, views in some for k, view in views.items())
+        if any(state[p].get(k) is not view for p, views in some for k, view in views.items()):
+            return True
+        memory = zip(self.plain_views[::every], self.addresses[::every], strict=True)
+        return any(list(map(Tensor.data_ptr, views)) != addresses for views, addresses in memory)
+
+    def read_steps(self) -> None:
+        """Go on from the steps that are published, which the user may have changed."""
+        if (published := self.counter.tolist()) != self.steps:
+            self.steps = list(map(int, published))
 
     def load(self, entries: Entries, groups: Groups, settings: Sequence[Settings]) -> None:
         """Copy a checkpoint into the live state. Averaged parameters then hold what their mode calls for."""
@@ -157,7 +173,7 @@ class Run:
     def copy(self, entries: Entries) -> None:
         for i, views in enumerate(self.views):
             self._copy(entries, i, views)
-        self.steps = [int(t) for t in self.counter.tolist()]
+        self.read_steps()
 
     def _copy(self, entries: Entries, i: int, views: Views) -> None:
         stored = self.plan.stored(i, self.places[self.plan.specs[i].team])
@@ -180,6 +196,8 @@ def make_run(
     averages = Averages([spec.group for spec in plan.specs], plan.settings, params, views, [group["lr"] for group in groups])
     sharded = [is_dtensor(p) for p in params]
     run = Run(plan, places, params, banks, views=views, counter=counter, sharded=sharded, averages=averages)
+    run.plain_views = [[view for view in entry.values() if not is_dtensor(view)] for entry in views]
+    run.addresses = [list(map(Tensor.data_ptr, some)) for some in run.plain_views]
     run.copy(state)
     for bank in banks:
         if state and bank not in old.values():

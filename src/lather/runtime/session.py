@@ -24,7 +24,7 @@ from . import checkpoint
 from .agreement import STEP, Agreement, Intent
 from .health import Health, refuse_nonfinite
 from .metrics import Record
-from .parameters import Item, describe, grad_dtype, name_of, stored_items
+from .parameters import Item, describe, forget_wrong_names, grad_dtype, name_of, stored_items
 from .ranks import Ranks
 from .run import Entries, Run, make_comms, make_run
 
@@ -168,6 +168,7 @@ class Session:
         elif self.run.is_replaced(state, thorough):  # rebuild from the tensors that the user put there
             self.run.finish()
             self._signature, self.run.units, self.run.phases, self.run.banks = None, [], [], []
+        self.run.read_steps()
         last = self.settings
         self.settings = [resolve(group, last[g] if g < len(last) else None) for g, group in enumerate(groups)]
         world = self.world()
@@ -189,7 +190,7 @@ class Session:
         params = [p for group in groups for p in group["params"]]
         parts = list(map(local, params)) if any(self.run.sharded) else params
         dtypes = [None if grad is None else grad.dtype for grad in map(attrgetter("grad"), params)]
-        looks = list(map(id, params)), list(map(attrgetter("requires_grad"), params))
+        looks = list(map(id, params)), list(map(attrgetter("shape", "requires_grad"), params))
         places = list(map(Tensor.data_ptr, parts)), list(map(Tensor.stride, parts))
         return looks, places, dtypes, [settings.signature for settings in self.settings], world
 
@@ -241,6 +242,7 @@ class Session:
         self, groups: Groups, state: State, trainable: Sequence[Item], settings: Sequence[Settings], hold: bool = False
     ) -> tuple[Plan, list[int]]:
         """The plan, and this rank's place in every team. Once training has begun, or with ``hold``, blocks keep their owners."""
+        forget_wrong_names(groups)
         specs, teams = describe(trainable, groups, self.world(), my_rank(), self.trainers)
         settled: dict[tuple[int, int], int] = {}
         if hold or self.started(state):  # existing state stays where it is

@@ -222,8 +222,8 @@ def average_(y: Tensor, other: Tensor, p: Tensor, settings: Settings, rate: Rate
 
 def average(y: Tensor, other: Tensor, options: Averaging) -> Tensor:
     """``x``, from ``y`` and what is kept with it. Where that is not finite, it is ``y``."""
-    other = torch.where(other - other == 0, other, y)
-    return other + (y - other) / options.beta if kept(options) == "z" else other
+    x = other + (y - other) / options.beta if kept(options) == "z" else other
+    return torch.where(other - other == 0, x, y)
 
 
 def unrounded_(y: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
