@@ -510,6 +510,7 @@ def test_spectral_in_halves(options, monkeypatch):
         assert_close(params, twin.params, tolerance=1e-6)
 
 
+OF_SOAP = {"preconditioner": "soap", "eps": 1e-3, "precondition_frequency": 5}
 SOAP = {
     "grafted": {"start_preconditioning_step": 7, "betas": (0.0, 0.9)},
     "diagonal": {"graft": None, "large_dim": "diagonal", "refresh": "staggered", "merge_dims": False},
@@ -524,7 +525,7 @@ def test_soap(options):
     """Bases of few gradients are vague, so they are refreshed when factors are of full rank. A parameter sits some steps out:
     corrections then differ by slot. Vectors of SOAP without a graft are Adam's."""
     params = parameters(FEW)
-    opt, twin = pair(params, preconditioner="soap", **{"eps": 1e-3, "precondition_frequency": 5} | options)
+    opt, twin = pair(params, **OF_SOAP | options)
     for step in range(1, 9):
         grads = [None if i == 1 and step in (2, 6) else grad for i, grad in enumerate(gradients(step, FEW))]
         take(opt, params, grads)
@@ -828,10 +829,10 @@ class Replays:
 
 
 @pytest.mark.usefixtures("_inexact")
-@pytest.mark.parametrize("case", CASES)
-def test_a_launch_does_the_same_when_it_is_replayed(case, monkeypatch):
+@pytest.mark.parametrize("options", [*CASES.values(), *(OF_SOAP | options for options in SOAP.values())], ids=[*CASES, *SOAP])
+def test_a_launch_does_the_same_when_it_is_replayed(options, monkeypatch):
     """All that changes from step to step is in memory that stays where it is."""
-    (params, opt), (others, plain) = ((p, lather.Shampoo(p, **GIVEN | CASES[case])) for p in (parameters(FEWER), parameters(FEWER)))
+    (params, opt), (others, plain) = ((p, lather.Shampoo(p, **GIVEN | options)) for p in (parameters(FEWER), parameters(FEWER)))
     prepared(opt)
     replays = Replays(monkeypatch)
     for executor in by_kernels(opt):
