@@ -24,7 +24,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint import state_dict as api
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import lather
@@ -639,6 +639,13 @@ def do_alone(run: Run, what: str, saved: Any) -> None:
     elif what == "move":  # what only this rank has to know
         for p in run.model.parameters():
             run.opt.state[p] = {name: view.clone() for name, view in run.opt.state[p].items()}
+    elif what == "empty":
+        run.opt.state.clear()
+    elif what == "forget":
+        run.opt.state[run.opt.param_groups[0]["params"][1]].clear()
+    elif what == "zero":
+        for entry in run.opt.state.values():
+            entry["step"].zero_()
     elif what == "eval":
         run.opt.eval()
     elif what == "drift":
@@ -678,6 +685,26 @@ def steps_in_part_of_the_world() -> int:
                 opt.step()
             reduced = seen.call_count
     return reduced
+
+
+def rates_that_were_different() -> None:
+    """A schedule gives all ranks the same learning rate. But decay goes by the largest one so far."""
+    p = nn.Parameter(torch.ones(4, 3))
+    opt = lather.Shampoo([("weight", p)], **BASE | {"lr": 0.1 * (1 + dist.get_rank()), "weight_decay_mode": "corrected"})
+    opt.param_groups[0]["lr"], p.grad = 0.05, torch.ones(4, 3)
+    opt.step()
+
+
+def one_rank_fails_beside_partial_gradients() -> None:
+    """Torch redistributes such gradients by a collective of its own, which must not meet the vote."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    p = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Replicate()], src_data_rank=None))
+    opt = lather.Shampoo([("weight", p)], **BASE)
+    for step in (1, 2):
+        p.grad = DTensor.from_local(torch.ones(4, 3), mesh, [Partial()], run_check=False)
+        if step == 2 and dist.get_rank() == 0:
+            opt.param_groups[0]["eps"] = -1.0
+        opt.step()
 
 
 def uneven_inputs(how: str) -> int:

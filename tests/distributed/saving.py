@@ -25,11 +25,12 @@ FRESH = {"lr": 1e-4}  # what a checkpoint must overrule, together with the large
 
 @dataclass(frozen=True)
 class Way:
-    """How to go through torch: options of its state dict functions, and saving in the background."""
+    """How to go through torch: options of its state dict functions, saving in the background, and a hook that gathers."""
 
     flat: bool = False
     offload: bool = False
     background: bool = False
+    gathers: bool = False
 
     def options(self) -> api.StateDictOptions:
         return api.StateDictOptions(flatten_optimizer_state_dict=self.flat, cpu_offload=self.offload)
@@ -45,6 +46,8 @@ def fresh(layout: str, case: Case) -> Run:
 
 
 def contents(run: Run, way: Way) -> dict[str, Any]:
+    if way.gathers and not run.opt._optimizer_state_dict_pre_hooks:
+        run.opt.register_state_dict_pre_hook(lambda opt: opt.consolidate_state_dict())
     return {
         "model": api.get_model_state_dict(run.model, options=api.StateDictOptions(cpu_offload=way.offload)),
         "opt": api.get_optimizer_state_dict(run.model, run.opt, options=way.options()),

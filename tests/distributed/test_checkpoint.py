@@ -95,6 +95,16 @@ def test_other_ways(source: str, target: str, way: Way, checkpoints: Checkpoints
     cases.assert_same(parameters(run(pools, saving.resume, target, SMALL, path, way), SMALL), cases.alone(SMALL))
 
 
+@pytest.mark.parametrize("name", ["track", "gpa"])
+@pytest.mark.parametrize(("source", "target"), [("fsdp2", "fsdp2"), ("ddp2", "fsdp3")])
+def test_a_hook_that_gathers_what_torch_gathers_in_parts(
+    source: str, target: str, name: str, checkpoints: Checkpoints, pools: Pools
+) -> None:
+    case, way = OPTIONS[name], saving.Way(gathers=True)
+    path = checkpoints(saving.save, source, case, way)
+    cases.assert_same(parameters(run(pools, saving.resume, target, case, path, way), case), cases.alone(case))
+
+
 @pytest.mark.parametrize(
     ("source", "before", "target", "after"),
     [("ddp4", 2, "ddp4", 1), ("ddp4", 1, "ddp3", 3), ("ddp2", 2, "hsdp22", 2), ("hsdp22", 2, "ddp4", 2)],

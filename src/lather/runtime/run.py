@@ -57,12 +57,19 @@ class Run:
 
     # A step.
 
-    def refuse_sparse(self) -> None:
+    def refuse_gradients(self) -> None:
+        """Raise for gradients that cannot be used."""
         for i, p in enumerate(self.params):
-            if (grad := p.grad) is not None and grad.layout is not torch.strided:
+            if (grad := p.grad) is None:
+                continue
+            if grad.layout is not torch.strided:
                 raise RuntimeError(
                     f"parameter {self.name_of(i)} has a sparse gradient; use a dense one (sparse=False in nn.Embedding), or "
                     "train this parameter with torch.optim.SparseAdam"
+                )
+            if self.sharded[i] and not is_dtensor(grad):
+                raise TypeError(
+                    f"parameter {self.name_of(i)} is a DTensor but its gradient is a plain tensor; wrap it with DTensor.from_local"
                 )
 
     def gradients(self) -> Located:
@@ -72,7 +79,7 @@ class Run:
             grad = p.grad
             if grad is None:
                 continue
-            grads[i] = local_gradient(grad, p, self.plan.specs[i].name) if self.sharded[i] else grad
+            grads[i] = local_gradient(grad, p) if self.sharded[i] else grad
         return grads
 
     def begin(self, grads: Mapping[int, Tensor], settings: Sequence[Settings], rates: Sequence[Rate], groups: Groups) -> Step:
@@ -152,10 +159,12 @@ class Run:
         memory = zip(self.plain_views[::every], self.addresses[::every], strict=True)
         return any(list(map(Tensor.data_ptr, views)) != addresses for views, addresses in memory)
 
-    def read_steps(self) -> None:
-        """Go on from the steps that are published, which the user may have changed."""
-        if (published := self.counter.tolist()) != self.steps:
-            self.steps = list(map(int, published))
+    def read_steps(self) -> bool:
+        """Go on from the steps that are published. Whether they have changed, as by the user."""
+        if (published := self.counter.tolist()) == self.steps:
+            return False
+        self.steps = list(map(int, published))
+        return True
 
     def load(self, entries: Entries, groups: Groups, settings: Sequence[Settings]) -> None:
         """Copy a checkpoint into the live state. Averaged parameters then hold what their mode calls for."""

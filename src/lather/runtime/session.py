@@ -127,17 +127,15 @@ class Session:
         """Prepare a step, and compare it with those of the other ranks. If one rank fails, all raise. Returns this rank's
         gradients; None if it has to miss the step."""
         error: Exception | None = None
-        grads: Mapping[int, Tensor] = {}
         try:
             run = self.prepare(groups, state)
-            run.refuse_sparse()
-            grads = run.gradients()
+            run.refuse_gradients()
             if any(run.steps):
                 refuse_averages(groups)
         except Exception as e:
             error = e
         if (error is None and self._agreed and not self._agreement.peers.comms) or self._agree(groups, STEP, error):
-            return grads
+            return self.run.gradients()  # not before, because those of DTensors may be redistributed
         return None
 
     def _agree(self, groups: Groups, call: str, error: Exception | None) -> bool:
@@ -165,10 +163,12 @@ class Session:
         if self.run.views and not state:  # the user emptied it to start over
             self.run.finish()
             self.reset()
+            self._agreement.edited = True
         elif self.run.is_replaced(state, thorough):  # rebuild from the tensors that the user put there
             self.run.finish()
             self._signature, self.run.units, self.run.phases, self.run.banks = None, [], [], []
-        self.run.read_steps()
+            self._agreement.edited |= not all("step" in state.get(p, {}) for p in self.run.params)
+        self._agreement.edited |= self.run.read_steps()
         last = self.settings
         self.settings = [resolve(group, last[g] if g < len(last) else None) for g, group in enumerate(groups)]
         world = self.world()
@@ -285,10 +285,13 @@ class Session:
     def saved(self, groups: Groups, state: State) -> State:
         """The state for a checkpoint: what was consolidated, or else what this rank has."""
         run = self.prepare(groups, state, thorough=True)
-        if self.consolidated is None and run.comms and any(run.steps) and not checkpoint.is_for_parts():
+        consolidated = self.consolidated
+        if run.comms and checkpoint.is_for_parts():
+            consolidated = None
+        elif consolidated is None and run.comms and any(run.steps):
             checkpoint.warn_of_parts()
         complete = run.averages.complete(run.steps, groups) if run.averages.members else []
-        whole = dict(zip(run.params, complete, strict=False)) | (self.consolidated or {})
+        whole = dict(zip(run.params, complete, strict=False)) | (consolidated or {})
         return checkpoint.apart(state | {p: dict(entry) for p, entry in whole.items()})
 
     def consolidate(self, groups: Groups, state: State, to: int) -> None:
@@ -320,6 +323,7 @@ class Session:
         Everything that can be wrong with it is checked first. If there is no memory for new state, all is put back.
         """
         self._agreement.loads += 1  # also if it is refused: other ranks may have loaded it
+        self._agreement.edited = False
         saved, entries, hold = self._fitting(groups, state, state_dict)
         run = self.run
         changing: list[dict[Any, Any]] = [vars(self), vars(run), *map(vars, run.banks), *run.views, *groups, *state.values()]

@@ -91,10 +91,8 @@ def _bits(part: Tensor) -> Sequence[Tensor]:
     return torch.split(bits, max(1, _CHUNK * bits.shape[0] // max(1, bits.numel())))
 
 
-def local_gradient(grad: Any, param: Any, name: str) -> Tensor:
+def local_gradient(grad: Any, param: Any) -> Tensor:
     """The gradient of what this rank stores of ``param``, a DTensor. It is redistributed if it is not placed as its parameter."""
-    if not is_dtensor(grad):
-        raise TypeError(f"parameter {name} is a DTensor but its gradient is a plain tensor; wrap it with DTensor.from_local")
     if grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
     return _part(grad)
