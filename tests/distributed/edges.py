@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as api
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import lather
@@ -129,6 +130,26 @@ def moving_shards(moves: bool) -> tuple[Stored, int]:
 
     with mock.patch.object(LatherRun, "storage_changed", autospec=True, side_effect=LatherRun.storage_changed) as looked:
         return stored_few(train_few(make, grad)), looked.call_count
+
+
+def validate_under_fsdp2(reshards: bool) -> bool:
+    """Whether a model computes the same after a validation with averages as before, which FSDP2's root may keep gathered."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
+    fully_shard(model)
+    opt = lather.Shampoo(model.named_parameters(), **BASE | {"averaging": "gpa"})
+    for _ in range(3):
+        model(x).square().sum().backward()
+        opt.step()
+    before = model(x).detach()
+    model.reshard()
+    opt.eval()
+    with torch.no_grad():
+        model(x)
+    opt.train()
+    if reshards:
+        model.reshard()
+    return torch.equal(model(x), before)
 
 
 def transposed(x: Tensor) -> Tensor:

@@ -67,6 +67,12 @@ def test_shards_that_move_are_noticed_and_others_are_not_looked_up_again(moves: 
     assert all((count > 2) == moves for count in looked)  # when the run is built, and after its first step
 
 
+@pytest.mark.parametrize("reshards", [False, True])
+def test_fsdp2_has_to_reshard_after_a_validation_with_averages(reshards: bool, pools: Pools) -> None:
+    """As docs/fsdp2.md says. If this fails without, torch has changed, and the page need not say it any more."""
+    assert pools[2].run(edges.validate_under_fsdp2, reshards) == [reshards] * 2
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_odd_strides(sharded: bool, pools: Pools) -> None:
     check_few(pools[2].run(edges.odd_strides, sharded))
