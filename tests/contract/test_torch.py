@@ -1085,6 +1085,24 @@ def test_a_parameter_whose_state_is_removed_begins_anew(i: int, how: str) -> Non
     assert [int(opt.state[p]["step"]) for p in params] == [5 if p is params[i] else 10 for p in params]
 
 
+@pytest.mark.parametrize("step", [math.nan, -3.0, 2.5, 1e30])
+def test_a_step_that_is_none_is_refused(step: float) -> None:
+    params, opt = three(3)
+    opt.state[params[1]]["step"].fill_(step)
+    with pytest.raises(ValueError, match=r"the step of parameter param_groups\[0\]\['params'\]\[1\] was changed to"):
+        opt.step()
+
+
+def test_state_survives_if_steps_are_set_to_zero() -> None:
+    params, opt = three(5, momentum=0.9)
+    for p in params:
+        opt.state[p]["step"].zero_()
+    before = {k: v.clone() for k, v in opt.state[params[0]].items()}
+    opt.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+    opt.state_dict()
+    assert all(torch.equal(opt.state[params[0]][k], v) for k, v in before.items()) and before["momentum"].any()
+
+
 def test_state_with_new_memory_is_taken_over() -> None:
     """``v.data = v.data.to(device)``, another loop found in many training scripts."""
     (params, opt), (others, plain) = three(4), three(4)

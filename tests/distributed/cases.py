@@ -643,6 +643,8 @@ def do_alone(run: Run, what: str, saved: Any) -> None:
         run.opt.state.clear()
     elif what == "forget":
         run.opt.state[run.opt.param_groups[0]["params"][1]].clear()
+    elif what == "set":
+        run.opt.state[run.opt.param_groups[0]["params"][0]]["step"] = torch.tensor(7.0)
     elif what == "zero":
         for entry in run.opt.state.values():
             entry["step"].zero_()

@@ -87,7 +87,7 @@ def test_parameters(pools: Pools) -> None:
     refused(pools[2].attempt(cases.step_of_another_shape, timeout=10), "weight")
 
 
-WORDS = {"add": "extra", "load": "load_state_dict", **dict.fromkeys(("empty", "forget", "zero"), "opt.state was changed by hand")}
+WORDS = {"add": "extra", "load": "load_state_dict", **dict.fromkeys(("empty", "forget", "zero", "set"), "were changed by hand")}
 PLACES: list[tuple[str, cases.Options]] = [
     ("ddp2", {}),
     ("fsdp2", {}),
@@ -98,7 +98,7 @@ PLACES: list[tuple[str, cases.Options]] = [
 places = pytest.mark.parametrize(("layout", "options"), PLACES, ids=["ddp", "fsdp", "groups", "alone", "meshes"])
 
 
-APART = ["lr", "eps", "momentum", "communication_dtype", "graft", "add", "load", "empty", "forget", "zero"]
+APART = ["lr", "eps", "momentum", "communication_dtype", "graft", "add", "load", "empty", "forget", "zero", "set"]
 # Each in three places, with either answer in turns.
 TURNS = [(what, i % 2 == j % 2, *PLACES[(i + j) % 5]) for i, what in enumerate(APART) for j in range(3)]
 
@@ -122,7 +122,7 @@ def test_one_rank_fails_beside_partial_gradients(pools: Pools) -> None:
 @pytest.mark.parametrize("what", ["empty", "zero"])
 def test_state_that_one_rank_changes_before_a_step_without_a_rate(what: str, pools: Pools) -> None:
     """Such a step looks like one by which torch allocates state, to one rank only."""
-    refused(pools[2].attempt(cases.one_rank_apart, "ddp2", what, {"lr": 0.0}, False, timeout=10), "opt.state was changed by hand")
+    refused(pools[2].attempt(cases.one_rank_apart, "ddp2", what, {"lr": 0.0}, False, timeout=10), "were changed by hand")
 
 
 @pytest.mark.parametrize(

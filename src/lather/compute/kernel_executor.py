@@ -340,13 +340,13 @@ class KernelExecutor(Executor[Seen]):
             side_by_side([partial(self._judge, seen, i, part) for i, part in self._costly_first()])
         norms = tables.tile_sums if self._halves_directions(v) else None
         tables.launch(kernels.average, {**reading, **slots, **copies, **made}, partial=tables.graft_sums, norms=norms)
-        most = registers(self.device)
-        depth = DEPTH if v.halves == 1 or most else max(16, DEPTH // 2)  # two sums need most registers of other GPUs
+        limit = registers(self.device)
+        depth = DEPTH if v.halves == 1 or limit else max(16, DEPTH // 2)  # half as deep takes fewer registers, which others lack
         works: list[Callable[[], object]] = [
             partial(
                 kernels.gram[len(found.jobs),], found.jobs, b.alive, b.scale, self._plane, b.numbers, HALVES=v.halves,
                 ROWS=found.by_rows, EVEN=found.aligned, PACKED=self._packed, SIDE=SIDE, DEPTH=depth, num_warps=8,
-                num_stages=stages(self.device), maxnreg=most if v.halves == 1 else None,
+                num_stages=stages(self.device), maxnreg=limit if v.halves == 1 else None,
             )
             for found in tables.factors
         ]  # fmt: skip

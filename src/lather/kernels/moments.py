@@ -22,7 +22,7 @@ def take_in(w, g, alive, keep, take, numel, BLOCK: tl.constexpr):
     tl.store(w + at, tl.where(tl.load(alive + slot) != 0, keep * old + take * (new * new), old), inside)
 
 
-@triton.jit
+@triton.jit(**ONE_BY_ONE)
 def divide(x, w, means, correction, rounding, part, eps, least, numel, PER_SLOT: tl.constexpr, BLOCK: tl.constexpr):
     """``x <- x / max(max(sqrt(w / correction), rounding mean) + part mean + eps, least)``, and NaN where the mean is NaN.
 

@@ -17,7 +17,8 @@ LOW = tl.constexpr(2048.0)  # a number is a half plus 1/LOW of another half: 2 x
 ONE_BY_ONE = {
     "do_not_specialize": ["n"],
     "do_not_specialize_on_alignment": [
-        "alive", "back", "corrections", "gain", "grads", "momenta", "norms", "own", "partial", "scale", "scales", "weights",
+        "alive", "back", "correction", "corrections", "gain", "grads", "means", "momenta", "norms", "own", "partial",
+        "scale", "scales", "weights",
     ],
 }  # fmt: skip
 

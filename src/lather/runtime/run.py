@@ -45,8 +45,8 @@ class Run:
     steps: list[int] = field(default_factory=list)  # the same on the host
     sharded: list[bool] = field(default_factory=list)  # whether parameters are DTensors
     averages: Averages = field(default_factory=lambda: Averages([], [], [], [], []))
-    plain_views: list[list[Tensor]] = field(default_factory=list)  # those that are no DTensors, and their addresses
-    addresses: list[list[int]] = field(default_factory=list)
+    _memory: list[tuple[list[Tensor], list[int]]] = field(default_factory=list)  # plain views, and where they were made
+    _published: list[float] = field(default_factory=list)  # the steps, as far as we have changed them
     _is_underway: bool = False  # a step has begun and not ended
     _stored: Stored | None = None
     _masters: dict[int, Tensor] = field(default_factory=dict)  # parameters as they are before they are rounded
@@ -112,6 +112,7 @@ class Run:
             torch._foreach_copy_([local(self.params[i]) for i in moved], [self._masters[i] for i in moved])
         even = len(step.grads) == len(self.steps)
         self.counter += 1 if even else torch.tensor([i in step.grads for i in range(len(self.steps))], device="cpu")
+        self._published = self.counter.tolist()
         self.steps = list(step.counts)
         if self.averages.members:
             self.averages.end()
@@ -147,8 +148,10 @@ class Run:
         """Whether the user has removed the state of a parameter, or replaced tensors of it or their memory, as by ``v.to(device)``.
         ``thorough``: look at all tensors, not only at those of two parameters."""
         step: Any = itemgetter("step")
+        # Entries are in the order of parameters, unless the user has changed them.
+        entries = state.values() if len(state) == len(self.params) else map(state.get, self.params)
         try:
-            if not all(map(is_, map(step, map(state.get, self.params)), map(step, self.views))):  # in C, because every step asks
+            if not all(map(is_, map(step, entries), map(step, self.views))):  # a loop in C, because every step asks
                 return True
         except (KeyError, TypeError):
             return True
@@ -156,15 +159,27 @@ class Run:
         some = zip(self.params[::every], self.views[::every], strict=True)
         if any(state[p].get(k) is not view for p, views in some for k, view in views.items()):
             return True
-        memory = zip(self.plain_views[::every], self.addresses[::every], strict=True)
-        return any(list(map(Tensor.data_ptr, views)) != addresses for views, addresses in memory)
+        return any(list(map(Tensor.data_ptr, views)) != addresses for views, addresses in self._memory[::every])
 
-    def read_steps(self) -> bool:
-        """Go on from the steps that are published. Whether they have changed, as by the user."""
-        if (published := self.counter.tolist()) == self.steps:
-            return False
-        self.steps = list(map(int, published))
-        return True
+    def changed_steps(self) -> list[Tensor]:
+        """The parameters whose published steps the user has changed. Training goes on from these steps."""
+        if (now := self.counter.tolist()) == self._published:
+            return []
+        changed = [i for i, (a, b) in enumerate(zip(now, self._published, strict=True)) if a != b]
+        for i in changed:
+            if not (0 <= now[i] <= checkpoint.MOST_STEPS and now[i] == int(now[i])):
+                raise ValueError(
+                    f"the step of parameter {self.name_of(i)} was changed to {now[i]}, but must be a whole number from 0 to "
+                    f"{checkpoint.MOST_STEPS}"
+                )
+            self.steps[i] = int(now[i])
+        self._published = now
+        return [self.params[i] for i in changed]
+
+    def remember_memory(self) -> None:
+        """Where plain tensors of the state are. Not of ``y``, which comes and goes with the mode."""
+        plain = [[view for k, view in entry.items() if k != "y" and not is_dtensor(view)] for entry in self.views]
+        self._memory = [(views, list(map(Tensor.data_ptr, views))) for views in plain]
 
     def load(self, entries: Entries, groups: Groups, settings: Sequence[Settings]) -> None:
         """Copy a checkpoint into the live state. Averaged parameters then hold what their mode calls for."""
@@ -182,7 +197,8 @@ class Run:
     def copy(self, entries: Entries) -> None:
         for i, views in enumerate(self.views):
             self._copy(entries, i, views)
-        self.read_steps()
+        self._published = self.counter.tolist()
+        self.steps = list(map(int, self._published))
 
     def _copy(self, entries: Entries, i: int, views: Views) -> None:
         stored = self.plan.stored(i, self.places[self.plan.specs[i].team])
@@ -205,9 +221,8 @@ def make_run(
     averages = Averages([spec.group for spec in plan.specs], plan.settings, params, views, [group["lr"] for group in groups])
     sharded = [is_dtensor(p) for p in params]
     run = Run(plan, places, params, banks, views=views, counter=counter, sharded=sharded, averages=averages)
-    run.plain_views = [[view for view in entry.values() if not is_dtensor(view)] for entry in views]
-    run.addresses = [list(map(Tensor.data_ptr, some)) for some in run.plain_views]
     run.copy(state)
+    run.remember_memory()
     for bank in banks:
         if state and bank not in old.values():
             bank.state_changed(plan.settings[bank.key.group])

@@ -119,7 +119,11 @@ class Session:
 
     def started(self, state: State) -> bool:
         """Whether any parameter has taken a step."""
-        return any(self.run.steps) or (not self.run.params and any(entry["step"] > 0 for entry in state.values() if entry))
+        return (
+            self.count > 0
+            or any(self.run.steps)
+            or (not self.run.params and any(entry.get("step", 0) > 0 for entry in state.values()))
+        )
 
     # Agreement.
 
@@ -160,15 +164,16 @@ class Session:
         """
         if thorough:
             self.run.finish()
+        edited, before = self._agreement.edited, dict[Tensor, int]()
         if self.run.views and not state:  # the user emptied it to start over
             self.run.finish()
+            edited.update(self.run.params)
             self.reset()
-            self._agreement.edited = True
         elif self.run.is_replaced(state, thorough):  # rebuild from the tensors that the user put there
             self.run.finish()
+            before = dict(zip(self.run.params, self.run.steps, strict=True))
             self._signature, self.run.units, self.run.phases, self.run.banks = None, [], [], []
-            self._agreement.edited |= not all("step" in state.get(p, {}) for p in self.run.params)
-        self._agreement.edited |= self.run.read_steps()
+        edited.update(self.run.changed_steps())
         last = self.settings
         self.settings = [resolve(group, last[g] if g < len(last) else None) for g, group in enumerate(groups)]
         world = self.world()
@@ -179,6 +184,7 @@ class Session:
         trainable = self._trainable(groups, state, keep)
         if self._sign(trainable, world) != self._signature:
             self._rebuild(groups, state, trainable, world, hold)
+            edited.update(p for p, t in zip(self.run.params, self.run.steps, strict=True) if before.get(p, t) != t)
             glance = None
         self._glance = glance
         return self.run
@@ -190,7 +196,7 @@ class Session:
         params = [p for group in groups for p in group["params"]]
         parts = list(map(local, params)) if any(self.run.sharded) else params
         dtypes = [None if grad is None else grad.dtype for grad in map(attrgetter("grad"), params)]
-        looks = list(map(id, params)), list(map(attrgetter("shape", "requires_grad"), params))
+        looks = list(map(id, params)), list(map(Tensor.numel, params)), list(map(attrgetter("requires_grad"), params))
         places = list(map(Tensor.data_ptr, parts)), list(map(Tensor.stride, parts))
         return looks, places, dtypes, [settings.signature for settings in self.settings], world
 
@@ -263,7 +269,7 @@ class Session:
 
         def has_begun(p: Tensor) -> bool:
             entry = state.get(p)
-            return bool(entry and entry["step"] > 0)
+            return bool(entry and entry.get("step", 0) > 0)
 
         items = stored_items(groups)
         return [(g, i, p) for g, i, p in items if p.requires_grad or p.grad is not None or p in keep or has_begun(p)]
@@ -323,7 +329,6 @@ class Session:
         Everything that can be wrong with it is checked first. If there is no memory for new state, all is put back.
         """
         self._agreement.loads += 1  # also if it is refused: other ranks may have loaded it
-        self._agreement.edited = False
         saved, entries, hold = self._fitting(groups, state, state_dict)
         run = self.run
         changing: list[dict[Any, Any]] = [vars(self), vars(run), *map(vars, run.banks), *run.views, *groups, *state.values()]
@@ -342,6 +347,7 @@ class Session:
                 each.update(was)
             raise
         self.consolidated = None
+        self._agreement.edited.clear()
         self._health.check(run, self.settings)
         if run.comms:
             checkpoint.warn_of_blanks(run.banks, run.steps, run.name_of)
@@ -349,6 +355,7 @@ class Session:
     def _fitting(self, groups: Groups, state: State, state_dict: Mapping[str, Any]) -> tuple[Groups, Entries, bool]:
         """The param groups and the state by parameter of a checkpoint, and whether that is only this rank's part of it, as
         torch.distributed.checkpoint reads it: then blocks keep their owners. Raises if they do not fit, and changes nothing."""
+        forget_wrong_names(groups)
         saved_state, saved = checkpoint.upgraded(state_dict)
         checkpoint.check_groups(saved, groups, started=self.started(state))
         ids = checkpoint.ids_by_name(saved, groups)
