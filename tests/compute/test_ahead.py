@@ -157,3 +157,10 @@ def test_kernels_are_compiled_and_loaded_but_not_launched(monkeypatch, gpu):
     compile_kernels(takes_in_more)
     takes_in_more()
     assert len(calls) == 2 and launched[-1] == "take_in" and len(launched) == 5  # what failed once is tried again
+
+    def raises():
+        raise ValueError
+
+    before = len(loaded)
+    compile_kernels(raises, lambda: moments.take_in[1, 2](w, w, one, 0.5, 0.5, 8, BLOCK=1024))
+    assert len(loaded) == before + 1  # one that raises does not stop the others

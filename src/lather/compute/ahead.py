@@ -41,7 +41,8 @@ def compile_kernels(*launches: Callable[[], None]) -> None:
     def walk() -> None:
         with triton.AsyncCompileMode(executor), _NothingChanges():
             for launch in launches:
-                launch()
+                with suppress(Exception):
+                    launch()
 
     device = torch.cuda.current_device()
     with _one_at_a_time, ThreadPoolExecutor(THREADS, "lather", torch.cuda.set_device, (device,)) as pool:

@@ -60,7 +60,7 @@ class Graphs:
         return key not in self._compiled and len(self._compiled) < self.AHEAD
 
     def compile(self, launches: Mapping[Hashable, Callable[[], None]]) -> None:
-        """Compile the kernels of launches by key, all side by side, before any of them runs."""
+        """Compile the kernels of launches, by key, side by side. Those that were compiled before are left out."""
         new = {key: launch for key, launch in launches.items() if self.is_new(key)}
         if new and not is_capturing():
             self._compiled |= new.keys()

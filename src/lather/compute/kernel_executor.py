@@ -32,7 +32,7 @@ from .slices import DEPTH, SIDE, THIN_SIDE, BoundSlice, half_plane, scratch_size
 from .tables import REDUCE, Tables, ThinLaunch, running_totals
 
 DIAGONAL = 1024  # entries of a diagonal that a kernel takes at a time
-Launch = tuple[Hashable | None, Callable[[], None]]
+Launch = tuple[Hashable | None, Callable[[], None]]  # with its key among graphs
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -341,7 +341,8 @@ class KernelExecutor(Executor[Seen]):
         norms = tables.tile_sums if self._halves_directions(v) else None
         tables.launch(kernels.average, {**reading, **slots, **copies, **made}, partial=tables.graft_sums, norms=norms)
         limit = registers(self.device)
-        depth = DEPTH if v.halves == 1 or limit else max(16, DEPTH // 2)  # half as deep takes fewer registers, which others lack
+        # Two sums take more registers than most GPUs have, unless tiles are half as deep. Triton needs 16.
+        depth = DEPTH if v.halves == 1 or limit else max(16, DEPTH // 2)
         works: list[Callable[[], object]] = [
             partial(
                 kernels.gram[len(found.jobs),], found.jobs, b.alive, b.scale, self._plane, b.numbers, HALVES=v.halves,

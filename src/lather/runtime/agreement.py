@@ -91,7 +91,7 @@ class Agreement:
         self.peers = Peers([], ())
         self.strict = False  # whether some rank has on_nonfinite="raise"
         self.loads = 0  # checkpoints that were loaded, or refused
-        self.edited: set[Tensor] = set()  # parameters whose state the user has removed, or whose steps, since the last agreement
+        self.edited: set[Tensor] = set()  # parameters whose steps the user has changed or removed since the last agreement
         self._given = given
         self._calls, self._loads = 0, 0  # calls of step(), and loads before the last agreement
         self._due, self._compared = True, False  # whether values are to be compared in this step, and whether they ever were
@@ -166,8 +166,8 @@ class Agreement:
         for claim in self._claims:
             told = {"what is called": intent.call, "the number of calls of step()": str(self._calls)}
             told |= {"the number of calls of load_state_dict": str(self.loads)}
-            edited = ", ".join(run.name_of(i) for i in claim.members if run.params[i] in self.edited) if self.edited else ""
-            told |= {"the parameters whose steps in opt.state were changed by hand": edited or "none"}
+            edited = [run.name_of(i) for i in claim.members if run.params[i] in self.edited] if self.edited else ["none"]
+            told |= {"the parameters whose steps in opt.state were changed by hand": ", ".join(edited)}
             for name in ("lr", "peak_lr"):
                 told |= {f"{name} of param group {g}": _rate(intent.groups[g].get(name), self._due) for g in claim.groups}
             told |= {f"train mode of param group {g}": str(is_training(intent.groups[g])) for g in claim.groups}

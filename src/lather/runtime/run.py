@@ -46,7 +46,7 @@ class Run:
     sharded: list[bool] = field(default_factory=list)  # whether parameters are DTensors
     averages: Averages = field(default_factory=lambda: Averages([], [], [], [], []))
     _memory: list[tuple[list[Tensor], list[int]]] = field(default_factory=list)  # plain views, and where they were made
-    _published: list[float] = field(default_factory=list)  # the steps, as far as we have changed them
+    _published: list[float] = field(default_factory=list)  # the steps that we published last
     _is_underway: bool = False  # a step has begun and not ended
     _stored: Stored | None = None
     _masters: dict[int, Tensor] = field(default_factory=dict)  # parameters as they are before they are rounded
@@ -145,8 +145,10 @@ class Run:
     # State.
 
     def is_replaced(self, state: Entries, thorough: bool) -> bool:
-        """Whether the user has removed the state of a parameter, or replaced tensors of it or their memory, as by ``v.to(device)``.
-        ``thorough``: look at all tensors, not only at those of two parameters."""
+        """Whether the user has removed the state of a parameter, or replaced tensors or their memory, as by ``v.to(device)``.
+
+        ``thorough``: look at all tensors, not only at those of two parameters.
+        """
         step: Any = itemgetter("step")
         # Entries are in the order of parameters, unless the user has changed them.
         entries = state.values() if len(state) == len(self.params) else map(state.get, self.params)

@@ -119,11 +119,7 @@ class Session:
 
     def started(self, state: State) -> bool:
         """Whether any parameter has taken a step."""
-        return (
-            self.count > 0
-            or any(self.run.steps)
-            or (not self.run.params and any(entry.get("step", 0) > 0 for entry in state.values()))
-        )
+        return self.count > 0 or any(entry.get("step", 0) > 0 for entry in state.values())
 
     # Agreement.
 
