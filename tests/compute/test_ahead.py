@@ -162,5 +162,5 @@ def test_kernels_are_compiled_and_loaded_but_not_launched(monkeypatch, gpu):
         raise ValueError
 
     before = len(loaded)
-    compile_kernels(raises, lambda: moments.take_in[1, 2](w, w, one, 0.5, 0.5, 8, BLOCK=1024))
+    compile_kernels(raises, lambda: moments.divide[1, 2](w, w, one, one, 0.5, 0.5, 0.5, 0.5, 8, PER_SLOT=True, BLOCK=256))
     assert len(loaded) == before + 1  # one that raises does not stop the others
